@@ -1,0 +1,36 @@
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+WITH_DATABASES := cargo run --locked -q -p proving --bin with-databases --
+DENY := $(or $(shell command -v cargo-deny),target/tools/bin/cargo-deny)
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## See the outbox at work, on an embedded database
+	cargo run --locked --release -- demo
+
+.PHONY: test
+test: ## Run all tests on SQLite, PostgreSQL and MariaDB; brings its own servers
+	$(WITH_DATABASES) cargo test --locked --workspace --all-features
+
+.PHONY: lint
+lint: $(DENY) ## Check format, clippy and the dependencies' licences and sources
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+	cargo clippy --locked -p postrider --no-default-features -- -D warnings
+	$(DENY) --locked check licenses bans sources
+
+.PHONY: bench
+bench: ## Measure all three databases; figures go to target/bench/
+	cargo build --locked --release
+	$(WITH_DATABASES) scripts/bench.sh
+
+.PHONY: ci
+ci: lint test demo ## Everything CI runs
+
+# Once per clone, and unoptimised: building the tool takes far longer than its work.
+target/tools/bin/cargo-deny:
+	CARGO_PROFILE_DEV_DEBUG=0 cargo install cargo-deny --version 0.20.2 --locked --quiet --debug --root target/tools

@@ -1,0 +1,3 @@
+DROP VIEW IF EXISTS outbox_memory;
+-- step
+DROP VIEW IF EXISTS outbox_orders;

@@ -1,0 +1,2 @@
+DROP VIEW IF EXISTS outbox_memory;
+DROP VIEW IF EXISTS outbox_orders;

@@ -1,0 +1,25 @@
+-- Outbox Lease Protocol v1, §6.
+CREATE VIEW outbox_memory AS
+SELECT id AS outbox_id, 'pending' AS status, attempts AS retry_count, strftime('%Y-%m-%d %H:%M:%f', due_at / 1000000.0, 'unixepoch') AS next_attempt_at,
+       strftime('%Y-%m-%d %H:%M:%f', locked_at / 1000000.0, 'unixepoch') AS locked_at, locked_by, last_error, lower(hex(payload_sha)) AS payload_sha, target AS target_space,
+       CAST(payload AS TEXT) AS payload_md, strftime('%Y-%m-%d %H:%M:%f', created_at / 1000000.0, 'unixepoch') AS created_at, strftime('%Y-%m-%d %H:%M:%f', updated_at / 1000000.0, 'unixepoch') AS updated_at
+  FROM outbox WHERE lane = 'memory'
+UNION ALL
+SELECT id, status, attempts, strftime('%Y-%m-%d %H:%M:%f', due_at / 1000000.0, 'unixepoch'), NULL, NULL,
+       CASE WHEN status = 'sent' THEN coalesce(result_ref, last_error) ELSE last_error END, lower(hex(payload_sha)), target,
+       CAST(payload AS TEXT), strftime('%Y-%m-%d %H:%M:%f', created_at / 1000000.0, 'unixepoch'), strftime('%Y-%m-%d %H:%M:%f', finished_at / 1000000.0, 'unixepoch')
+  FROM outbox_done WHERE lane = 'memory';
+-- Outbox Worker Protocol, §1.
+CREATE VIEW outbox_orders AS
+SELECT o.id, k.key AS idempotency_key, CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CAST(o.payload AS TEXT) END AS order_request_json,
+       lower(hex(coalesce(k.digest, o.payload_sha))) AS request_digest,
+       CASE WHEN o.locked_by IS NOT NULL THEN 'sending'
+            WHEN o.attempts > 0 AND o.due_at > unixepoch('subsec') * 1000000 THEN 'failed' ELSE 'pending' END AS status,
+       o.attempts, o.last_error_code, o.last_error AS last_error_msg, o.locked_by, strftime('%Y-%m-%d %H:%M:%f', o.locked_at / 1000000.0, 'unixepoch') AS locked_at,
+       strftime('%Y-%m-%d %H:%M:%f', o.due_at / 1000000.0, 'unixepoch') AS next_run_at, strftime('%Y-%m-%d %H:%M:%f', o.created_at / 1000000.0, 'unixepoch') AS created_at, strftime('%Y-%m-%d %H:%M:%f', o.updated_at / 1000000.0, 'unixepoch') AS updated_at, strftime('%Y-%m-%d %H:%M:%f', k.expires_at / 1000000.0, 'unixepoch') AS expires_at
+  FROM outbox o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders'
+UNION ALL
+SELECT o.id, k.key, CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CAST(o.payload AS TEXT) END, lower(hex(coalesce(k.digest, o.payload_sha))),
+       CASE o.status WHEN 'sent' THEN 'succeeded' ELSE 'aborted' END, o.attempts, o.last_error_code, o.last_error, NULL, NULL,
+       strftime('%Y-%m-%d %H:%M:%f', o.due_at / 1000000.0, 'unixepoch'), strftime('%Y-%m-%d %H:%M:%f', o.created_at / 1000000.0, 'unixepoch'), strftime('%Y-%m-%d %H:%M:%f', o.finished_at / 1000000.0, 'unixepoch'), strftime('%Y-%m-%d %H:%M:%f', k.expires_at / 1000000.0, 'unixepoch')
+  FROM outbox_done o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders';

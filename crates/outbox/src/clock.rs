@@ -1,0 +1,64 @@
+//! The only place that reads the world: the host's clocks and its entropy.
+//!
+//! Everything else takes time and chance as arguments. The database's clock decides what is due; the host's clock here
+//! only measures how long ago something was asked for, and on SQLite the host *is* the database.
+#![allow(clippy::disallowed_methods)]
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::time::Timestamp;
+
+/// Wall-clock time of this host. Used as database time by SQLite only.
+pub fn wall() -> Timestamp {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Timestamp::from_micros(since.as_micros() as i64)
+}
+
+/// A point on the host's boot-time clock, which keeps running while the machine is suspended: a lease that ran out during
+/// a suspend is seen to have run out. (`std::time::Instant` stops on Linux.)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Tick(u64);
+
+impl Tick {
+    pub fn now() -> Tick {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        Tick(t.tv_sec as u64 * 1_000_000 + t.tv_nsec as u64 / 1000)
+    }
+
+    pub const fn from_micros(micros: u64) -> Tick {
+        Tick(micros)
+    }
+
+    pub const fn micros(self) -> u64 {
+        self.0
+    }
+
+    pub fn plus(self, duration: Duration) -> Tick {
+        Tick(self.0.saturating_add(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)))
+    }
+
+    /// Time from `earlier` until this tick; zero when it lies before.
+    pub fn since(self, earlier: Tick) -> Duration {
+        Duration::from_micros(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// A name no other worker process ever has: `hostname:pid:incarnation`. The incarnation is random, because a restarted
+/// process may get the same pid.
+pub fn incarnation(name: Option<&str>) -> String {
+    let host = gethostname::gethostname().to_string_lossy().into_owned();
+    let name = name.map_or_else(|| format!("{host}:{}", std::process::id()), |id| format!("{id}:{}", std::process::id()));
+    let mut short: String = name.chars().filter(|c| !c.is_control()).take(100).collect();
+    short.push_str(&format!(":{:012x}", fastrand::u64(..) & 0xffff_ffff_ffff));
+    short
+}
+
+/// A seed for a worker's chances.
+pub fn seed() -> u64 {
+    fastrand::u64(..)
+}
+
+/// A chance in `0.0..1.0`, where nobody needs to repeat it.
+pub fn chance() -> f64 {
+    fastrand::f64()
+}

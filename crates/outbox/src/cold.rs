@@ -1,0 +1,492 @@
+//! The verbs that are not hot, written once on the `Tx` port: renew, defer, wake, seize, requeue, prune, dedup, reads.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result};
+use crate::lanes::Lanes;
+use crate::lease::{Hold, Lease};
+use crate::message::{Sha, hex};
+use crate::settle::{by_id, for_update, in_ids};
+use crate::store::{Attempt, Filter, LaneStats, Prune, Pruned, Requeued, Shown, Status};
+use crate::time::{Timestamp, micros_of};
+use crate::tx::{Dialect, Row, Tx, Value};
+
+/// A lease whose `keep` test passes under its row's lock.
+async fn lock_held(
+    tx: &mut (dyn Tx + Send),
+    leases: &[Lease],
+    keep: impl Fn(&Hold, i64, Timestamp) -> bool + Send,
+) -> Result<Vec<i64>> {
+    let mut ids: Vec<i64> = leases.iter().map(|l| l.id).collect();
+    ids.sort_unstable();
+    let dialect = tx.dialect();
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    let list = in_ids(dialect, &ids, &mut params);
+    let sql = format!(
+        "SELECT id, lease_token, locked_by, lease_until, {now} FROM {} WHERE id {list} ORDER BY id{}",
+        by_id(dialect),
+        for_update(dialect)
+    );
+    let mut held = Vec::new();
+    for row in tx.query(&sql, &params).await? {
+        let (id, now) = (row.int(0)?, row.time(4)?);
+        let hold =
+            Hold { token: row.int(1)?, locked_by: row.opt_text(2)?, lease_until: row.opt_time(3)?, ..Hold::default() };
+        if leases.iter().any(|l| l.id == id && keep(&hold, l.token, now)) {
+            held.push(id);
+        }
+    }
+    Ok(held)
+}
+
+pub(crate) async fn renew(
+    tx: &mut (dyn Tx + Send),
+    owner: &str,
+    leases: &[Lease],
+    lease: Duration,
+) -> Result<Vec<bool>> {
+    let held = lock_held(tx, leases, |hold, token, now| hold.renewable(token, owner, now)).await?;
+    if !held.is_empty() {
+        let mut params = Vec::new();
+        let until = tx.now().plus(micros_of(lease), &mut params);
+        let list = in_ids(tx.dialect(), &held, &mut params);
+        tx.execute(&format!("UPDATE outbox SET lease_until = {until} WHERE id {list}"), &params).await?;
+    }
+    Ok(leases.iter().map(|l| held.contains(&l.id)).collect())
+}
+
+pub(crate) async fn defer(
+    tx: &mut (dyn Tx + Send),
+    owner: &str,
+    leases: &[Lease],
+    delay: Duration,
+    code: Option<&str>,
+) -> Result<Vec<bool>> {
+    let held = lock_held(tx, leases, |hold, token, _| hold.accepts(token, owner)).await?;
+    if !held.is_empty() {
+        let mut params = Vec::new();
+        let due = tx.now().plus(micros_of(delay), &mut params);
+        let now = tx.now().plus(0, &mut params);
+        let why = if code.is_some() { ", last_error_code = ?" } else { "" };
+        params.extend(code.map(Value::from));
+        let list = in_ids(tx.dialect(), &held, &mut params);
+        let sql = format!(
+            "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why} WHERE id {list}"
+        );
+        tx.execute(&sql, &params).await?;
+    }
+    Ok(leases.iter().map(|l| held.contains(&l.id)).collect())
+}
+
+pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[String]) -> Result<u64> {
+    let mut woken = 0;
+    for key in active_keys {
+        let mut params = Vec::new();
+        let due = tx.now().plus(0, &mut params);
+        params.extend([lane.into(), key.into()]);
+        let now = tx.now().plus(0, &mut params);
+        let sql = format!(
+            "UPDATE outbox SET due_at = {due} WHERE lane = ? AND active_key = ? AND locked_by IS NULL AND due_at > {now}"
+        );
+        woken += tx.execute(&sql, &params).await?;
+    }
+    Ok(woken)
+}
+
+pub(crate) async fn seize(
+    tx: &mut (dyn Tx + Send),
+    owner: &str,
+    ids: &[i64],
+    lease: Duration,
+) -> Result<Vec<(String, Lease)>> {
+    let mut ids = ids.to_vec();
+    ids.sort_unstable();
+    let dialect = tx.dialect();
+    let mut params = Vec::new();
+    let list = in_ids(dialect, &ids, &mut params);
+    let sql =
+        format!("SELECT id, lease_token, lane FROM {} WHERE id {list} ORDER BY id{}", by_id(dialect), for_update(dialect));
+    let rows = tx.query(&sql, &params).await?;
+    let mut leases = Vec::with_capacity(rows.len());
+    for row in rows {
+        leases.push((row.text(2)?, Lease { id: row.int(0)?, token: row.int(1)? + 1 }));
+    }
+    let found: Vec<i64> = leases.iter().map(|(_, l)| l.id).collect();
+    if !found.is_empty() {
+        let truth = if dialect == Dialect::Postgres { "TRUE" } else { "1" };
+        let mut params = Vec::new();
+        let until = tx.now().plus(micros_of(lease), &mut params);
+        let now = tx.now().plus(0, &mut params);
+        params.push(owner.into());
+        let list = in_ids(dialect, &found, &mut params);
+        // `maybe_sent` before `locked_by`: MySQL assigns from left to right.
+        let sql = format!(
+            "UPDATE outbox SET maybe_sent = CASE WHEN locked_by IS NULL THEN maybe_sent ELSE {truth} END,
+                    lease_token = lease_token + 1, lease_until = {until}, locked_at = {now}, locked_by = ? WHERE id {list}"
+        );
+        tx.execute(&sql, &params).await?;
+    }
+    Ok(leases)
+}
+
+/// Allows this transaction to delete from `outbox_done`.
+async fn permit(tx: &mut (dyn Tx + Send), what: &str) -> Result<()> {
+    match tx.dialect() {
+        Dialect::Sqlite => tx.execute("INSERT OR IGNORE INTO postrider_permit VALUES (?)", &[what.into()]).await.map(drop),
+        Dialect::Postgres => tx.query("SELECT set_config('postrider.permit', ?, TRUE)", &[what.into()]).await.map(drop),
+        Dialect::Mysql => tx.execute("SET @postrider_permit = ?", &[what.into()]).await.map(drop),
+    }
+}
+
+async fn withdraw_permit(tx: &mut (dyn Tx + Send)) -> Result<()> {
+    match tx.dialect() {
+        Dialect::Sqlite => tx.execute("DELETE FROM postrider_permit", &[]).await.map(drop),
+        Dialect::Postgres => tx.query("SELECT set_config('postrider.permit', '', TRUE)", &[]).await.map(drop),
+        Dialect::Mysql => tx.execute("SET @postrider_permit = NULL", &[]).await.map(drop),
+    }
+}
+
+const BACK: &str = "id, lane, shard_id, lease_token, maybe_sent, target, active_key, payload, content_type, headers, payload_sha, \
+                    last_error_code, last_error, correlation_id, created_at, deliver_before";
+
+/// Requeues one dead message. Savepoints are not portable, so the active key is looked at before the insert; should
+/// somebody take it in between, the unique index aborts the transaction and the caller runs it again.
+pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
+    let dialect = tx.dialect();
+    let sql = format!("SELECT lane, active_key FROM outbox_done WHERE id = ? AND status = 'dead'{}", for_update(dialect));
+    let rows = tx.query(&sql, &[id.into()]).await?;
+    let Some(row) = rows.first() else { return Ok(Requeued::NotDead) };
+    if let Some(active_key) = row.opt_bytes(1)? {
+        let active_key: Value = if dialect == Dialect::Mysql { active_key.into() } else { row.text(1)?.into() };
+        let sql = "SELECT 1 FROM outbox WHERE lane = ? AND active_key = ?";
+        if !tx.query(sql, &[row.text(0)?.into(), active_key]).await?.is_empty() {
+            return Ok(Requeued::Conflict);
+        }
+    }
+    let mut params = Vec::new();
+    let due = tx.now().plus(0, &mut params);
+    let updated = tx.now().plus(0, &mut params);
+    params.push(id.into());
+    let sql = format!(
+        "INSERT INTO outbox ({BACK}, attempts, crashes, due_at, updated_at) SELECT {BACK}, 0, 0, {due}, {updated} FROM outbox_done WHERE id = ?"
+    );
+    let back = tx.execute(&sql, &params).await?;
+    permit(tx, "requeue").await?;
+    let gone = tx.execute("DELETE FROM outbox_done WHERE id = ?", &[id.into()]).await?;
+    withdraw_permit(tx).await?;
+    if (back, gone) != (1, 1) {
+        return Err(Error::database(format!("requeue of message {id} moved {back} and deleted {gone} rows")));
+    }
+    Ok(Requeued::Requeued)
+}
+
+/// One bounded batch: lock done rows, delete exactly those.
+pub(crate) async fn prune(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<Pruned> {
+    let dialect = tx.dialect();
+    let skip = if dialect == Dialect::Sqlite || prune.dry_run { "" } else { " FOR UPDATE SKIP LOCKED" };
+    let mut ids = Vec::new();
+    let mut messages = 0;
+    // Status by status, so that each is a range on `idx_done`.
+    for status in ["sent", "dead"] {
+        let mut params = Vec::new();
+        let lane = prune.lane.as_deref().map_or("", |_| "lane = ? AND ");
+        params.extend(prune.lane.as_deref().map(Value::from));
+        let old = tx.now().plus(-micros_of(prune.older_than), &mut params);
+        let what = if prune.dry_run { "COUNT(*)" } else { "id" };
+        let limit = if prune.dry_run { String::new() } else { format!(" LIMIT {}", prune.limit as usize - ids.len()) };
+        let sql = format!("SELECT {what} FROM outbox_done WHERE {lane}status = '{status}' AND finished_at < {old}{limit}{skip}");
+        let rows = tx.query(&sql, &params).await?;
+        if prune.dry_run {
+            messages += rows.first().map(|r| r.int(0)).transpose()?.unwrap_or(0) as u64;
+        } else {
+            for row in rows {
+                ids.push(row.int(0)?);
+            }
+        }
+    }
+    ids.sort_unstable();
+    if !ids.is_empty() {
+        permit(tx, "prune").await?;
+        for table in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id", "outbox_dedup WHERE outbox_id"] {
+            let mut params = Vec::new();
+            let list = in_ids(dialect, &ids, &mut params);
+            let gone = tx.execute(&format!("DELETE FROM {table} {list}"), &params).await?;
+            if table.starts_with("outbox_done") {
+                messages = gone;
+            }
+        }
+        withdraw_permit(tx).await?;
+    }
+    Ok(Pruned { messages, keys: prune_keys(tx, prune).await? })
+}
+
+/// Keys go by their own expiry, never while their message is live.
+async fn prune_keys(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<u64> {
+    let dialect = tx.dialect();
+    let column = if dialect == Dialect::Mysql { "k.`key`" } else { "k.key" };
+    let lane = prune.lane.as_deref().map_or("", |_| "k.lane = ? AND ");
+    let mut params: Vec<Value> = prune.lane.as_deref().map(Value::from).into_iter().collect();
+    let now = tx.now().plus(0, &mut params);
+    let skip = if dialect == Dialect::Sqlite || prune.dry_run { "" } else { " FOR UPDATE SKIP LOCKED" };
+    let sql = format!(
+        "SELECT k.lane, {column} FROM outbox_keys k WHERE {lane}k.expires_at < {now}
+         AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id) LIMIT {}{skip}",
+        prune.limit
+    );
+    let rows = tx.query(&sql, &params).await?;
+    if prune.dry_run {
+        return Ok(rows.len() as u64);
+    }
+    let column = column.trim_start_matches("k.");
+    let mut gone = 0;
+    for row in &rows {
+        let mut params = vec![row.0[0].clone(), row.0[1].clone()];
+        let now = tx.now().plus(0, &mut params);
+        let sql = format!("DELETE FROM outbox_keys WHERE lane = ? AND {column} = ? AND expires_at < {now}");
+        gone += tx.execute(&sql, &params).await?;
+    }
+    Ok(gone)
+}
+
+/// `Some(result_ref)` per probe whose content was delivered before, within retention.
+pub(crate) async fn check_dedup(
+    tx: &mut (dyn Tx + Send),
+    lane: &str,
+    retention: Duration,
+    probes: &[(Option<String>, Sha)],
+) -> Result<Vec<Option<Option<String>>>> {
+    let mut hits = Vec::with_capacity(probes.len());
+    for (target, sha) in probes {
+        let mut params = vec![lane.into(), sha.as_slice().into()];
+        let since = tx.now().plus(-micros_of(retention), &mut params);
+        let target_is = if target.is_some() { "target = ?" } else { "target IS NULL" };
+        params.extend(target.as_ref().map(Value::from));
+        let sql = format!(
+            "SELECT result_ref FROM outbox_dedup WHERE lane = ? AND payload_sha = ? AND sent_at >= {since} AND {target_is}
+             ORDER BY outbox_id LIMIT 1"
+        );
+        hits.push(tx.query(&sql, &params).await?.first().map(|row| row.opt_text(0)).transpose()?);
+    }
+    Ok(hits)
+}
+
+/// Writes the lanes' rules where SQL clients find them, and refuses what would strand live rows.
+pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> Result<()> {
+    for (lane, rules) in lanes.iter() {
+        let known = tx.query("SELECT shards, max_payload_bytes, key_ttl_sec, owned_by FROM outbox_lanes WHERE lane = ?", &[lane.into()]).await?;
+        let wanted: [Value; 4] = [
+            rules.shards.into(),
+            (rules.max_payload_bytes as i64).into(),
+            (rules.key_ttl.as_secs() as i64).into(),
+            rules.owned_by.into(),
+        ];
+        let Some(row) = known.first() else {
+            let mut params: Vec<Value> = vec![lane.into()];
+            params.extend(wanted);
+            let ignore = match tx.dialect() {
+                Dialect::Mysql => ("INSERT IGNORE", ""),
+                _ => ("INSERT", " ON CONFLICT DO NOTHING"),
+            };
+            let sql = format!(
+                "{} INTO outbox_lanes (lane, shards, max_payload_bytes, key_ttl_sec, owned_by) VALUES (?, ?, ?, ?, ?){}",
+                ignore.0, ignore.1
+            );
+            tx.execute(&sql, &params).await?;
+            continue;
+        };
+        let before = row.int(0)?;
+        if i64::from(rules.shards) < before {
+            let stranded = "SELECT 1 FROM outbox WHERE lane = ? AND shard_id >= ? LIMIT 1";
+            if !tx.query(stranded, &[lane.into(), rules.shards.into()]).await?.is_empty() {
+                return Err(Error::new(
+                    Kind::Invalid,
+                    format!(
+                        "lane `{lane}` has live messages in shards up to {before}; with shards = {} nobody would deliver them. Drain the lane first",
+                        rules.shards
+                    ),
+                ));
+            }
+        }
+        let same = before == i64::from(rules.shards)
+            && row.int(1)? == rules.max_payload_bytes as i64
+            && row.int(2)? == rules.key_ttl.as_secs() as i64
+            && row.opt_text(3)?.as_deref() == rules.owned_by;
+        if !same {
+            let mut params: Vec<Value> = wanted.into();
+            params.push(lane.into());
+            let sql = "UPDATE outbox_lanes SET shards = ?, max_payload_bytes = ?, key_ttl_sec = ?, owned_by = ? WHERE lane = ?";
+            tx.execute(sql, &params).await?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) async fn store_id(tx: &mut (dyn Tx + Send)) -> Result<String> {
+    let rows = tx.query("SELECT value FROM postrider_meta WHERE name = 'store_id'", &[]).await?;
+    rows.first().ok_or_else(|| Error::new(Kind::Schema, "the database has no store id; run `postrider migrate`"))?.text(0)
+}
+
+pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
+    let mut lanes: BTreeMap<String, LaneStats> = BTreeMap::new();
+    let mut params = Vec::new();
+    let now: Vec<String> = (0..4).map(|_| tx.now().plus(0, &mut params)).collect();
+    let sql = format!(
+        "SELECT lane, SUM(CASE WHEN lease_until >= {} THEN 1 ELSE 0 END), COUNT(*),
+                MIN(CASE WHEN due_at <= {} AND (lease_until IS NULL OR lease_until < {}) THEN due_at END), {} FROM outbox GROUP BY lane",
+        now[0], now[1], now[2], now[3]
+    );
+    for row in tx.query(&sql, &params).await? {
+        let (leased, live) = (row.opt_int(1)?.unwrap_or(0) as u64, row.int(2)? as u64);
+        let age = row.opt_time(3)?.map_or(Duration::ZERO, |oldest| row.time(4).unwrap_or(oldest).since(oldest));
+        let stats = LaneStats { pending: live - leased, leased, oldest_due_seconds: age.as_secs_f64(), ..LaneStats::default() };
+        lanes.insert(row.text(0)?, stats);
+    }
+    for row in tx.query("SELECT lane, status, COUNT(*) FROM outbox_done GROUP BY lane, status", &[]).await? {
+        let stats = lanes.entry(row.text(0)?).or_default();
+        let count = row.int(2)? as u64;
+        if row.text(1)? == "sent" { stats.sent = count } else { stats.dead = count }
+    }
+    Ok(lanes)
+}
+
+const SHOWN: &str = "id, lane, shard_id, attempts, crashes, maybe_sent, lease_token, due_at, lease_until, locked_by, target, active_key, \
+                     payload_sha, content_type, last_error_code, last_error, correlation_id, created_at, deliver_before, ";
+
+fn payload_length(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Postgres { "octet_length(payload)" } else { "length(payload)" }
+}
+
+fn shown(row: &Row) -> Result<Shown> {
+    let now = row.opt_time(23)?;
+    let lease_until = row.opt_time(8)?;
+    let status = match row.opt_text(20)?.as_deref() {
+        Some("sent") => Status::Sent,
+        Some(_) => Status::Dead,
+        None if lease_until.zip(now).is_some_and(|(until, now)| until >= now) => Status::Leased,
+        None => Status::Pending,
+    };
+    Ok(Shown {
+        id: row.int(0)?,
+        lane: row.text(1)?,
+        shard_id: row.int(2)? as u32,
+        status,
+        attempts: row.int(3)? as u32,
+        crashes: row.int(4)? as u32,
+        maybe_sent: row.bool(5)?,
+        lease_token: row.int(6)?,
+        due_at: row.time(7)?,
+        lease_until,
+        locked_by: row.opt_text(9)?,
+        target: row.opt_text(10)?,
+        active_key: row.opt_text(11)?,
+        payload_sha: row.opt_bytes(12)?.map(|sha| hex(&sha)),
+        content_type: row.opt_text(13)?,
+        last_error_code: row.opt_text(14)?,
+        last_error: row.opt_text(15)?,
+        correlation_id: row.opt_text(16)?,
+        created_at: row.time(17)?,
+        deliver_before: row.opt_time(18)?,
+        payload_bytes: row.int(19)?,
+        result_ref: row.opt_text(21)?,
+        finished_at: row.opt_time(22)?,
+    })
+}
+
+/// Live or ended messages that match `condition`; one table at a time, so that each uses its own index.
+async fn select_shown(
+    tx: &mut (dyn Tx + Send),
+    done: bool,
+    condition: &str,
+    mut params: Vec<Value>,
+    tail: &str,
+) -> Result<Vec<Shown>> {
+    let length = payload_length(tx.dialect());
+    let mut bound = Vec::new();
+    let (table, rest) = if done {
+        ("outbox_done", "status, result_ref, finished_at, NULL".to_owned())
+    } else {
+        ("outbox", format!("NULL, NULL, NULL, {}", tx.now().plus(0, &mut bound)))
+    };
+    bound.append(&mut params);
+    let sql = format!("SELECT {SHOWN}{length}, {rest} FROM {table} WHERE {condition}{tail}");
+    tx.query(&sql, &bound).await?.iter().map(shown).collect()
+}
+
+pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Vec<Shown>> {
+    let mut found = Vec::new();
+    for done in [false, true] {
+        let ended = matches!(filter.status, Some(Status::Sent | Status::Dead));
+        if filter.status.is_some() && ended != done {
+            continue;
+        }
+        let mut condition = "1 = 1".to_owned();
+        let mut params: Vec<Value> = Vec::new();
+        if let Some(lane) = &filter.lane {
+            condition.push_str(" AND lane = ?");
+            params.push(lane.into());
+        }
+        if let Some(before) = filter.before {
+            condition.push_str(" AND id < ?");
+            params.push(before.into());
+        }
+        match filter.status {
+            Some(status @ (Status::Sent | Status::Dead)) => {
+                condition.push_str(" AND status = ?");
+                params.push(status.as_str().into());
+            }
+            Some(Status::Leased) => {
+                let now = tx.now().plus(0, &mut params);
+                condition.push_str(&format!(" AND lease_until >= {now}"));
+            }
+            Some(Status::Pending) => {
+                let now = tx.now().plus(0, &mut params);
+                condition.push_str(&format!(" AND (lease_until IS NULL OR lease_until < {now})"));
+            }
+            None => {}
+        }
+        let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit);
+        found.extend(select_shown(tx, done, &condition, params, &tail).await?);
+    }
+    found.sort_by_key(|s| std::cmp::Reverse(s.id));
+    found.truncate(filter.limit as usize);
+    Ok(found)
+}
+
+pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
+    let mut found = select_shown(tx, false, "id = ?", vec![id.into()], "").await?;
+    if found.is_empty() {
+        found = select_shown(tx, true, "id = ?", vec![id.into()], "").await?;
+    }
+    let Some(shown) = found.pop() else { return Ok(None) };
+    let sql = "SELECT at, kind, attempt, lease_token, code, error, worker FROM outbox_attempts WHERE outbox_id = ? ORDER BY id";
+    let mut history = Vec::new();
+    for row in tx.query(sql, &[id.into()]).await? {
+        history.push(Attempt {
+            at: row.time(0)?,
+            kind: row.text(1)?,
+            attempt: row.int(2)? as u32,
+            lease_token: row.int(3)?,
+            code: row.opt_text(4)?,
+            error: row.opt_text(5)?,
+            worker: row.opt_text(6)?,
+        });
+    }
+    Ok(Some((shown, history)))
+}
+
+pub(crate) async fn payload(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<bytes::Bytes>> {
+    let sql = "SELECT payload FROM outbox WHERE id = ? UNION ALL SELECT payload FROM outbox_done WHERE id = ?";
+    tx.query(sql, &[id.into(), id.into()]).await?.first().map(|row| row.bytes(0)).transpose()
+}
+
+/// Live rows whose lease ran out and that nobody took yet.
+pub(crate) async fn expired_leases(tx: &mut (dyn Tx + Send), lane: Option<&str>, limit: u32) -> Result<Vec<i64>> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    let of_lane = lane.map_or("", |_| " AND lane = ?");
+    params.extend(lane.map(Value::from));
+    let sql = format!("SELECT id FROM outbox WHERE lease_until < {now}{of_lane} ORDER BY id LIMIT {limit}");
+    tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect()
+}

@@ -1,0 +1,1 @@
+//! Delivers by HTTP POST.

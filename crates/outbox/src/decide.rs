@@ -1,0 +1,191 @@
+//! Pure decisions about delivery: no I/O, no clock, no randomness. Time and chance are arguments.
+
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::lease::ORDINARY_SUSPICION;
+use crate::message::Message;
+use crate::outcome::{Certainty, Outcome, Reach, Verdict, code};
+use crate::time::Timestamp;
+
+/// The budgets of a lane.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Budgets {
+    /// Outcomes a message may have in all.
+    pub max_attempts: u32,
+    /// Takeovers after which a message is buried as `POISON`.
+    pub max_crashes: u32,
+    pub backoff: Backoff,
+    /// The longest `Retry-After` that is honoured.
+    pub retry_after_cap: Duration,
+}
+
+impl Default for Budgets {
+    fn default() -> Self {
+        Budgets {
+            max_attempts: 8,
+            max_crashes: 5,
+            backoff: Backoff::default(),
+            retry_after_cap: Duration::from_secs(3600),
+        }
+    }
+}
+
+/// What becomes of a courier's answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    Settle(Verdict),
+    /// Give back without counting anything.
+    Defer {
+        delay: Duration,
+        code: String,
+    },
+}
+
+/// Turns an outcome into what is recorded. `attempts` counts the outcomes before this one.
+pub fn after_delivery(outcome: Outcome, attempts: u32, budgets: &Budgets, chance: f64) -> Decision {
+    let certainty = |reach| if reach == Reach::Unknown { Certainty::MaybeSent } else { Certainty::Unchanged };
+    Decision::Settle(match outcome {
+        Outcome::Sent { result_ref } => Verdict::Sent { result_ref, dedup_hit: false },
+        Outcome::Defer { delay, code } => return Decision::Defer { delay, code: code.into_owned() },
+        Outcome::Dead(fault) => {
+            Verdict::Dead { code: fault.code.into_owned(), error: fault.error, certainty: certainty(fault.reach), counted: true }
+        }
+        Outcome::Retry { fault, retry_after } => {
+            let (code, error, certainty) = (fault.code.into_owned(), fault.error, certainty(fault.reach));
+            let counted = attempts.saturating_add(1);
+            if counted >= budgets.max_attempts {
+                Verdict::Dead { code, error, certainty, counted: true }
+            } else {
+                let wanted = retry_after.unwrap_or_default().min(budgets.retry_after_cap);
+                let delay = budgets.backoff.delay(counted, chance).max(wanted);
+                Verdict::Retry { delay, code, error, certainty }
+            }
+        }
+    })
+}
+
+/// Why a freshly claimed message must not be delivered at all, if so.
+pub fn burial(message: &Message, max_crashes: u32, now: Timestamp) -> Option<Verdict> {
+    let (code, error) = if message.crashes >= max_crashes {
+        let crashes = message.crashes;
+        (code::POISON, format!("{crashes} workers died while holding it; requeue it once its cause is mended"))
+    } else if !message.maybe_sent && message.deliver_before.is_some_and(|limit| limit < now) {
+        (code::EXPIRED, "deliver_before passed before it could be delivered".to_owned())
+    } else if !message.payload_is_intact() {
+        (code::PAYLOAD_CORRUPT, "the stored payload does not match its digest; nothing was sent".to_owned())
+    } else {
+        return None;
+    };
+    Some(Verdict::Dead { code: code.to_owned(), error, certainty: Certainty::Unchanged, counted: false })
+}
+
+/// How many suspects of this suspicion are claimed together; `None` for what is claimed in the ordinary way.
+/// The groups shrink, so that a message that kills its worker is found without its neighbours.
+pub fn suspect_group(suspicion: u32, max_crashes: u32) -> Option<usize> {
+    if suspicion <= ORDINARY_SUSPICION && suspicion < max_crashes {
+        None
+    } else if suspicion >= max_crashes {
+        Some(64) // buried, not delivered: no danger to the others
+    } else if suspicion + 1 >= max_crashes {
+        Some(1)
+    } else if suspicion == ORDINARY_SUSPICION + 1 {
+        Some(64)
+    } else {
+        Some(8)
+    }
+}
+
+/// What an HTTP status means for a plain delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HttpClass {
+    Sent,
+    Retry,
+    Dead,
+}
+
+/// 2xx sent; 408, 425, 429 and 5xx retry; redirects and every other 4xx are dead.
+pub fn http_class(status: u16) -> HttpClass {
+    match status {
+        200..=299 => HttpClass::Sent,
+        408 | 425 | 429 | 500..=599 => HttpClass::Retry,
+        _ => HttpClass::Dead,
+    }
+}
+
+/// `Retry-After` counts only where the destination says "not now".
+pub fn honours_retry_after(status: u16) -> bool {
+    matches!(status, 429 | 503)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::outcome::Fault;
+
+    fn retry(reach: Reach, retry_after: Option<Duration>) -> Outcome {
+        Outcome::Retry { fault: Fault::new("HTTP_503", "busy", reach), retry_after }
+    }
+
+    #[test]
+    fn the_last_attempt_dies_with_the_last_error() {
+        let budgets = Budgets { max_attempts: 3, ..Budgets::default() };
+        for attempts in 0..2 {
+            let decision = after_delivery(retry(Reach::Answered, None), attempts, &budgets, 0.5);
+            assert!(matches!(decision, Decision::Settle(Verdict::Retry { .. })), "attempt {attempts}");
+        }
+        let Decision::Settle(Verdict::Dead { code, error, .. }) =
+            after_delivery(retry(Reach::Answered, None), 2, &budgets, 0.5)
+        else {
+            panic!("the third outcome of three must end it")
+        };
+        assert_eq!((code.as_str(), error.as_str()), ("HTTP_503", "busy"));
+    }
+
+    #[test]
+    fn retry_after_is_honoured_when_longer_and_capped() {
+        let delay = |after: u64| match after_delivery(
+            retry(Reach::Answered, Some(Duration::from_secs(after))),
+            0,
+            &Budgets::default(),
+            0.5,
+        ) {
+            Decision::Settle(Verdict::Retry { delay, .. }) => delay.as_secs(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(delay(5), 120, "backoff is longer");
+        assert_eq!(delay(600), 600);
+        assert_eq!(delay(u64::MAX), 3600, "a year-9999 Retry-After is capped");
+    }
+
+    #[test]
+    fn an_unanswered_attempt_is_remembered() {
+        let certainty = |reach| match after_delivery(retry(reach, None), 0, &Budgets::default(), 0.5) {
+            Decision::Settle(Verdict::Retry { certainty, .. }) => certainty,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(certainty(Reach::Unknown), Certainty::MaybeSent);
+        assert_eq!(certainty(Reach::NeverSent), Certainty::Unchanged);
+        assert_eq!(certainty(Reach::Answered), Certainty::Unchanged);
+    }
+
+    #[test]
+    fn suspects_shrink_and_are_buried_at_the_limit() {
+        let groups: Vec<_> = (0..7).map(|s| suspect_group(s, 5)).collect();
+        assert_eq!(groups, [None, None, Some(64), Some(8), Some(1), Some(64), Some(64)]);
+        assert_eq!(suspect_group(1, 1), Some(64), "with a limit of one the first takeover buries");
+        assert_eq!(suspect_group(2, 3), Some(1));
+    }
+
+    #[test]
+    fn http_statuses() {
+        use HttpClass::*;
+        for (status, class) in
+            [(200, Sent), (204, Sent), (299, Sent), (301, Dead), (304, Dead), (400, Dead), (404, Dead), (408, Retry)]
+                .into_iter()
+                .chain([(410, Dead), (425, Retry), (429, Retry), (500, Retry), (503, Retry), (599, Retry), (100, Dead)])
+        {
+            assert_eq!(http_class(status), class, "{status}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! What can go wrong at the store, classified once: is it worth another try, and was the write applied?
+
+use std::fmt;
+
+/// What kind of trouble it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// No connection, or it broke.
+    Unreachable,
+    /// The deadline passed; the connection was closed.
+    Timeout,
+    /// Deadlock, serialisation failure, lock wait, busy: the same again may succeed.
+    Busy,
+    /// The database refuses writes for now (read-only, in recovery, disk full).
+    Unavailable,
+    /// Another row stands in the way (a unique key).
+    Conflict,
+    /// The caller's input is wrong.
+    Invalid,
+    /// The lane is not configured.
+    UnknownLane,
+    /// Not migrated yet, or migrated by a newer version, or not what it should be.
+    Schema,
+    /// Anything else the database said.
+    Database,
+}
+
+/// Worth a retry, a conflict to report, or the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    Retryable,
+    Conflict,
+    Fatal,
+}
+
+/// Whether a failed write took effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Certainly not.
+    NotApplied,
+    /// The commit was asked for and its answer was lost.
+    Unknown,
+}
+
+/// An error of the store: what happened and what to do, for people; kind and effect, for code.
+#[derive(Clone, Debug, thiserror::Error)]
+pub struct Error {
+    pub kind: Kind,
+    pub effect: Effect,
+    pub message: String,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        if self.effect == Effect::Unknown {
+            f.write_str(" (whether the write was applied is unknown)")?;
+        }
+        Ok(())
+    }
+}
+
+impl Error {
+    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Error { kind, effect: Effect::NotApplied, message: message.into() }
+    }
+
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Error::new(Kind::Invalid, message)
+    }
+
+    pub fn database(message: impl Into<String>) -> Self {
+        Error::new(Kind::Database, message)
+    }
+
+    pub(crate) fn unknown(mut self) -> Self {
+        self.effect = Effect::Unknown;
+        self
+    }
+
+    /// The same error, saying what was being done.
+    pub(crate) fn during(mut self, what: &str) -> Self {
+        self.message = format!("{what}: {}", self.message);
+        self
+    }
+
+    pub fn class(&self) -> Class {
+        match self.kind {
+            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable => Class::Retryable,
+            Kind::Conflict => Class::Conflict,
+            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Database => Class::Fatal,
+        }
+    }
+
+    /// Running the very same statements again is safe and may succeed.
+    pub(crate) fn worth_rerunning(&self) -> bool {
+        self.kind == Kind::Busy && self.effect == Effect::NotApplied
+    }
+}
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,38 @@
+//! Postrider's kernel: a transactional outbox with fenced leases on SQLite, PostgreSQL and MySQL/MariaDB.
+//!
+//! An application writes a message in the transaction that changes its own data ([`Outbox::enqueue_in`]); a [`Worker`]
+//! delivers it through a [`Courier`] at least once and records exactly one outcome. Read [`store`] and [`lease`] to know
+//! the protocol.
+
+pub mod backoff;
+pub mod clock;
+pub mod couriers;
+pub mod decide;
+pub mod enqueue;
+pub mod error;
+pub mod lanes;
+pub mod lease;
+pub mod message;
+pub mod outcome;
+pub mod store;
+pub mod stores;
+pub mod time;
+pub mod tx;
+pub mod worker;
+
+mod audit;
+mod cold;
+mod courier;
+mod migrate;
+mod outbox;
+mod settle;
+
+pub use courier::{Courier, FnCourier, courier};
+pub use error::{Error, Result};
+pub use lanes::{LaneRules, Lanes, OnSettled, Winner};
+pub use message::{Enqueued, Entry, Message, NewMessage};
+pub use outbox::{Outbox, Receipt};
+pub use outcome::Outcome;
+pub use stores::{Options, open};
+pub use time::Timestamp;
+pub use worker::Worker;

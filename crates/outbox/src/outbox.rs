@@ -1,0 +1,303 @@
+//! The handle an application holds: enqueue in its own transaction, and the operator's verbs, all on one [`Store`].
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use crate::cold;
+use crate::enqueue;
+use crate::error::{Effect, Error, Kind, Result};
+use crate::lanes::Lanes;
+use crate::lease::Lease;
+use crate::message::{Entry, NewMessage, Sha};
+use crate::migrate;
+use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
+use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, transact};
+use crate::stores::{self, Options};
+use crate::tx::Tx;
+
+/// One outbox on one database. Cheap to clone.
+#[derive(Clone)]
+pub struct Outbox {
+    store: Arc<dyn Store>,
+    bell: Arc<Bell>,
+}
+
+/// What an enqueue answered, and the bell to ring once it is committed.
+#[must_use = "call .committed() after your COMMIT, so that workers wake at once"]
+pub struct Receipt {
+    entries: Vec<Entry>,
+    outbox: Outbox,
+}
+
+impl Receipt {
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    pub fn ids(&self) -> Vec<i64> {
+        self.entries.iter().map(|entry| entry.id).collect()
+    }
+
+    /// To be called after the caller's COMMIT: wakes workers of this process at once and those of others by one coalesced
+    /// notification. Without it their poll finds the message a little later.
+    pub fn committed(self) -> Vec<Entry> {
+        self.outbox.ring();
+        self.entries
+    }
+}
+
+/// Wakes workers: in this process directly, in others through the database, many rings in one notification.
+struct Bell {
+    local: watch::Sender<u64>,
+    wanted: AtomicBool,
+    ringing: tokio::sync::Mutex<()>,
+}
+
+impl Outbox {
+    pub fn new(store: Arc<dyn Store>) -> Self {
+        let bell = Bell { local: watch::Sender::new(0), wanted: AtomicBool::new(false), ringing: tokio::sync::Mutex::new(()) };
+        Outbox { store, bell: Arc::new(bell) }
+    }
+
+    /// Opens `sqlite://…`, `postgres://…` or `mysql://…`. The schema is left as it is; see [`Outbox::migrate`].
+    pub async fn open(url: &str, lanes: Lanes) -> Result<Self> {
+        Ok(Outbox::new(stores::open(url, lanes, Options::default()).await?))
+    }
+
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    pub fn lanes(&self) -> &Arc<Lanes> {
+        self.store.lanes()
+    }
+
+    /// Creates or upgrades the schema and registers the lanes; answers the migrations it ran.
+    pub async fn migrate(&self) -> Result<Vec<String>> {
+        self.store.migrate().await
+    }
+
+    /// The migrations still missing; an error if the schema is newer than this binary.
+    pub async fn pending_migrations(&self) -> Result<Vec<String>> {
+        transact(&*self.store, Mode::Read, |tx| Box::pin(migrate::pending(tx))).await
+    }
+
+    // ---- enqueue ----
+
+    /// Enqueues inside the caller's own transaction: `&mut tx` of tokio-postgres or mysql_async, `&mut *tx` of sqlx.
+    /// If this fails, roll back.
+    pub async fn enqueue_in<T: Tx + ?Sized>(&self, tx: &mut T, messages: &[NewMessage]) -> Result<Receipt> {
+        if tx.dialect() != self.store.dialect() {
+            return Err(Error::invalid(format!(
+                "the transaction is on {}, the outbox on {}",
+                tx.dialect().name(),
+                self.store.dialect().name()
+            )));
+        }
+        let entries = enqueue::enqueue(tx, self.lanes(), messages).await?;
+        Ok(Receipt { entries, outbox: self.clone() })
+    }
+
+    /// Enqueues inside a transaction of rusqlite, without a runtime.
+    #[cfg(feature = "sqlite")]
+    pub fn enqueue_in_sqlite(&self, connection: &rusqlite::Connection, messages: &[NewMessage]) -> Result<Receipt> {
+        let lanes = self.lanes().clone();
+        let work = async move |tx: &mut dyn Tx| enqueue::enqueue(tx, &lanes, messages).await;
+        let entries = stores::sqlite::on_connection(connection, work)?;
+        Ok(Receipt { entries, outbox: self.clone() })
+    }
+
+    /// Enqueues in a transaction of its own and wakes workers. If the commit's answer is lost, messages with keys are
+    /// sent again (the key makes that harmless); without keys the caller learns that it is unknown.
+    pub async fn enqueue(&self, messages: Vec<NewMessage>) -> Result<Vec<Entry>> {
+        let repeatable = messages.iter().all(|m| m.key.is_some());
+        let work = Arc::new((self.lanes().clone(), messages));
+        for round in 0.. {
+            let work = work.clone();
+            let run = transact(&*self.store, Mode::Write, move |tx| {
+                let work = work.clone();
+                Box::pin(async move { enqueue::enqueue(tx, &work.0, &work.1).await })
+            });
+            match run.await {
+                Err(error) if error.effect == Effect::Unknown && repeatable && round < 3 => {}
+                Err(error) => return Err(error),
+                Ok(entries) => {
+                    self.ring();
+                    return Ok(entries);
+                }
+            }
+        }
+        unreachable!("the loop ends by returning")
+    }
+
+    // ---- waking ----
+
+    /// Wakes workers here and elsewhere.
+    pub fn ring(&self) {
+        self.bell.local.send_modify(|n| *n += 1);
+        if self.bell.wanted.swap(true, Ordering::SeqCst) {
+            return; // one is about to go out, and it will be after this
+        }
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let outbox = self.clone();
+            runtime.spawn(async move { outbox.flush().await });
+        }
+    }
+
+    /// Sends the notification that is due, if any. For programs that end right after enqueueing.
+    pub async fn flush(&self) {
+        let _one_at_a_time = self.bell.ringing.lock().await;
+        if self.bell.wanted.swap(false, Ordering::SeqCst)
+            && let Err(error) = self.store.notify().await
+        {
+            tracing::debug!(%error, "no notification; workers will find the message by polling");
+        }
+    }
+
+    pub(crate) fn listen(&self) -> watch::Receiver<u64> {
+        self.bell.local.subscribe()
+    }
+
+    // ---- the protocol's single-row verbs, named as in Outbox Lease Protocol v1 ----
+
+    pub async fn ack_sent(&self, lane: &str, owner: &str, lease: Lease, result_ref: Option<String>) -> Result<Settled> {
+        self.settle_one(lane, owner, lease, Verdict::Sent { result_ref, dedup_hit: false }).await
+    }
+
+    pub async fn fail_retry(&self, lane: &str, owner: &str, lease: Lease, code: &str, error: &str, delay: Duration) -> Result<Settled> {
+        let (code, error) = (code.to_owned(), error.to_owned());
+        self.settle_one(lane, owner, lease, Verdict::Retry { delay, code, error, certainty: Certainty::Unchanged }).await
+    }
+
+    pub async fn mark_dead(&self, lane: &str, owner: &str, lease: Lease, code: &str, error: &str) -> Result<Settled> {
+        let (code, error) = (code.to_owned(), error.to_owned());
+        self.settle_one(lane, owner, lease, Verdict::Dead { code, error, certainty: Certainty::Unchanged, counted: true }).await
+    }
+
+    pub async fn renew_lease(&self, owner: &str, lease: Lease, extend: Duration) -> Result<bool> {
+        Ok(self.store.renew(owner, &[lease], extend).await?.first().copied().unwrap_or(false))
+    }
+
+    async fn settle_one(&self, lane: &str, owner: &str, lease: Lease, verdict: Verdict) -> Result<Settled> {
+        let answers = self.store.settle(lane, owner, &[Settlement::new(lease, verdict)]).await?;
+        answers.first().copied().ok_or_else(|| Error::database("a settle without an answer"))
+    }
+
+    /// Per probe (target, payload digest): `Some(result_ref)` if it was delivered on this lane before, within retention.
+    pub async fn check_dedup(&self, lane: &str, probes: Vec<(Option<String>, Sha)>) -> Result<Vec<Option<Option<String>>>> {
+        let retention = self.lanes().get(lane)?.retention;
+        let work = Arc::new((lane.to_owned(), probes));
+        transact(&*self.store, Mode::Read, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::check_dedup(tx, &work.0, retention, &work.1).await })
+        })
+        .await
+    }
+
+    // ---- the operator's verbs ----
+
+    /// Makes waiting messages with these active keys due now; answers how many.
+    pub async fn wake(&self, lane: &str, active_keys: Vec<String>) -> Result<u64> {
+        let work = Arc::new((lane.to_owned(), active_keys));
+        let woken = transact(&*self.store, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::wake(tx, &work.0, &work.1).await })
+        })
+        .await?;
+        if woken > 0 {
+            self.ring();
+        }
+        Ok(woken)
+    }
+
+    /// Takes live messages whatever their due time or lease, under a new token; then settle or defer them as `owner`.
+    pub async fn seize(&self, owner: &str, ids: Vec<i64>, lease: Duration) -> Result<Vec<(String, Lease)>> {
+        let work = Arc::new((owner.to_owned(), ids));
+        transact(&*self.store, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::seize(tx, &work.0, &work.1, lease).await })
+        })
+        .await
+    }
+
+    /// Gives messages back to be claimed by anybody now, whoever held them; answers which were live.
+    pub async fn release(&self, ids: Vec<i64>) -> Result<Vec<i64>> {
+        let owner = format!("operator:{}", crate::clock::incarnation(None));
+        let leases: Vec<Lease> =
+            self.seize(&owner, ids, Duration::from_secs(60)).await?.into_iter().map(|(_, lease)| lease).collect();
+        let given = self.store.defer(&owner, &leases, Duration::ZERO, Some(code::RELEASED)).await?;
+        self.ring();
+        Ok(leases.iter().zip(given).filter(|(_, given)| *given).map(|(lease, _)| lease.id).collect())
+    }
+
+    /// Live messages whose lease ran out and that nobody took yet.
+    pub async fn expired_leases(&self, lane: Option<&str>, limit: u32) -> Result<Vec<i64>> {
+        let lane = lane.map(str::to_owned);
+        transact(&*self.store, Mode::Read, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { cold::expired_leases(tx, lane.as_deref(), limit).await })
+        })
+        .await
+    }
+
+    /// Brings dead messages back under their id, each in a transaction of its own.
+    pub async fn requeue(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
+        let mut answers = Vec::with_capacity(ids.len());
+        for id in ids {
+            let run = || transact(&*self.store, Mode::Write, move |tx| Box::pin(cold::requeue(tx, id)));
+            answers.push(match run().await {
+                // The active key was taken between the look and the insert.
+                Err(error) if error.kind == Kind::Conflict => run().await?,
+                other => other?,
+            });
+        }
+        self.ring();
+        Ok(answers)
+    }
+
+    /// Deletes one bounded batch of what ended long enough ago.
+    pub async fn prune(&self, prune: Prune) -> Result<Pruned> {
+        let mode = if prune.dry_run { Mode::Read } else { Mode::Write };
+        let prune = Arc::new(prune);
+        transact(&*self.store, mode, move |tx| {
+            let prune = prune.clone();
+            Box::pin(async move { cold::prune(tx, &prune).await })
+        })
+        .await
+    }
+
+    // ---- reads ----
+
+    pub async fn store_id(&self) -> Result<String> {
+        transact(&*self.store, Mode::Read, |tx| Box::pin(cold::store_id(tx))).await
+    }
+
+    pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
+        let mut stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::stats(tx))).await?;
+        for (lane, _) in self.lanes().iter() {
+            stats.entry(lane.to_owned()).or_default();
+        }
+        Ok(stats)
+    }
+
+    pub async fn list(&self, filter: Filter) -> Result<Vec<Shown>> {
+        let filter = Arc::new(filter);
+        transact(&*self.store, Mode::Read, move |tx| {
+            let filter = filter.clone();
+            Box::pin(async move { cold::list(tx, &filter).await })
+        })
+        .await
+    }
+
+    pub async fn show(&self, id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
+        transact(&*self.store, Mode::Read, move |tx| Box::pin(cold::show(tx, id))).await
+    }
+
+    pub async fn payload(&self, id: i64) -> Result<Option<bytes::Bytes>> {
+        transact(&*self.store, Mode::Read, move |tx| Box::pin(cold::payload(tx, id))).await
+    }
+}

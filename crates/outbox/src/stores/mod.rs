@@ -1,0 +1,220 @@
+//! The three databases. Their files hold what differs, in the same order: connect, migrate, claim, walk, settle.
+
+#[cfg(feature = "mysql")]
+pub mod mysql;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) mod pool;
+#[cfg(feature = "postgres")]
+pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::error::{Class, Error, Kind, Result};
+use crate::lanes::{LaneRules, Lanes};
+use crate::lease::Hold;
+use crate::outcome::{Settled, Settlement};
+use crate::settle;
+use crate::store::{Mark, Mode, Seen, Store, transact};
+use crate::time::micros_of;
+use crate::tx::Row;
+
+/// How a store talks to its database.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Most connections (PostgreSQL, MySQL).
+    pub connections: usize,
+    /// Past this an operation is given up and its connection closed.
+    pub deadline: Duration,
+    /// LISTEN/NOTIFY across processes (PostgreSQL); switch it off behind a transaction-mode pooler.
+    pub notifications: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { connections: 8, deadline: Duration::from_secs(10), notifications: true }
+    }
+}
+
+/// Opens the store a URL names: `sqlite://file.db`, `postgres://…`, `mysql://…`. Nothing is created or migrated yet.
+pub async fn open(url: &str, lanes: Lanes, options: Options) -> Result<Arc<dyn Store>> {
+    lanes.check()?;
+    let lanes = Arc::new(lanes);
+    let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
+    match scheme {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => Ok(Arc::new(sqlite::SqliteStore::open(url, lanes, options)?)),
+        #[cfg(feature = "postgres")]
+        "postgres" | "postgresql" => Ok(Arc::new(postgres::PostgresStore::open(url, lanes, options)?)),
+        #[cfg(feature = "mysql")]
+        "mysql" | "mariadb" => Ok(Arc::new(mysql::MysqlStore::open(url, lanes, options)?)),
+        _ => {
+            let _ = (lanes, options);
+            Err(Error::new(
+                Kind::Invalid,
+                format!(
+                    "`{}` is no database URL this build knows: use sqlite://FILE, postgres://USER@HOST/DATABASE or mysql://USER@HOST/DATABASE",
+                    without_password(url)
+                ),
+            ))
+        }
+    }
+}
+
+/// A URL that may be shown.
+pub fn without_password(url: &str) -> String {
+    match url::Url::parse(url) {
+        Ok(mut parsed) if parsed.password().is_some() => {
+            let _ = parsed.set_password(Some("***"));
+            parsed.to_string()
+        }
+        _ => url.to_owned(),
+    }
+}
+
+/// What a store adds to the common settle: its fast way for entries that are nothing but a move.
+#[async_trait]
+pub(crate) trait Shortcut: Store {
+    fn as_store(&self) -> &dyn Store;
+
+    /// Settles plain `sent` entries in one transaction; answers in order. Lost leases are not audited here.
+    async fn settle_sent(
+        &self,
+        rules: &LaneRules,
+        lane: &str,
+        owner: &str,
+        entries: &[Settlement],
+    ) -> Result<Vec<Settled>>;
+}
+
+/// The settle of every store: plain `sent` by the short cut, the rest by the whole rule; what aborts as a batch is
+/// settled row by row, so one bad entry harms no other.
+pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
+    store: &S,
+    rules: LaneRules,
+    lane: String,
+    owner: String,
+    entries: Vec<Settlement>,
+) -> Result<Vec<Settled>> {
+    let mut answers = vec![Settled::LeaseLost; entries.len()];
+    let (plain, whole): (Vec<usize>, Vec<usize>) =
+        (0..entries.len()).partition(|&i| settle::is_plain_sent(&rules, &entries[i]));
+    if !plain.is_empty() {
+        let mut sorted = plain;
+        sorted.sort_by_key(|&i| entries[i].lease);
+        let part: Vec<Settlement> = sorted.iter().map(|&i| entries[i].clone()).collect();
+        let settled = store.settle_sent(&rules, &lane, &owner, &part).await?;
+        let mut losers = Vec::new();
+        for (&i, answer) in sorted.iter().zip(settled) {
+            answers[i] = answer;
+            if answer == Settled::LeaseLost {
+                losers.push((entries[i].lease, entries[i].verdict.flush_code()));
+            }
+        }
+        if !losers.is_empty() {
+            let owner = owner.clone();
+            let audited = transact(store.as_store(), Mode::Write, move |tx| {
+                let (owner, losers) = (owner.clone(), losers.clone());
+                Box::pin(async move { crate::audit::conflicts(tx, &owner, &losers).await })
+            });
+            // The settle itself is done; its answer must not be lost with the audit.
+            if let Err(error) = audited.await {
+                tracing::error!(%error, "the audit of a conflict could not be written");
+            }
+        }
+    }
+    if whole.is_empty() {
+        return Ok(answers);
+    }
+    let part: Vec<Settlement> = whole.iter().map(|&i| entries[i].clone()).collect();
+    let settled = match settle_whole(store.as_store(), &rules, &lane, &owner, part.clone()).await {
+        Err(error) if error.class() != Class::Retryable && part.len() > 1 => {
+            tracing::warn!(%error, lane, "a batch could not be settled; trying its entries one by one");
+            let mut one_by_one = Vec::with_capacity(part.len());
+            for entry in part {
+                match settle_whole(store.as_store(), &rules, &lane, &owner, vec![entry]).await {
+                    Ok(answer) => one_by_one.extend(answer),
+                    Err(error) if error.class() == Class::Retryable => return Err(error),
+                    Err(error) => {
+                        tracing::error!(%error, lane, "a message could not be settled");
+                        one_by_one.push(Settled::Refused);
+                    }
+                }
+            }
+            one_by_one
+        }
+        Err(error) if error.class() != Class::Retryable => {
+            tracing::error!(%error, lane, "a message could not be settled");
+            vec![Settled::Refused]
+        }
+        other => other?,
+    };
+    for (&i, answer) in whole.iter().zip(settled) {
+        answers[i] = answer;
+    }
+    Ok(answers)
+}
+
+async fn settle_whole(
+    store: &dyn Store,
+    rules: &LaneRules,
+    lane: &str,
+    owner: &str,
+    entries: Vec<Settlement>,
+) -> Result<Vec<Settled>> {
+    let work = Arc::new((rules.clone(), lane.to_owned(), owner.to_owned(), entries));
+    transact(store, Mode::Write, move |tx| {
+        let work = work.clone();
+        Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3).await })
+    })
+    .await
+}
+
+/// How far a test moved the clock of a store.
+#[derive(Debug, Default)]
+pub(crate) struct Skew(AtomicI64);
+
+impl Skew {
+    pub fn advance(&self, by: Duration) {
+        self.0.fetch_add(micros_of(by), Ordering::SeqCst);
+    }
+
+    pub fn micros(&self) -> i64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Runs again what deadlocked, a bounded number of times, a little later each time.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) async fn rerun<T, F>(mut run: impl FnMut() -> F) -> Result<T>
+where
+    F: Future<Output = Result<T>>,
+{
+    for round in 0u32..8 {
+        match run().await {
+            Err(e) if e.worth_rerunning() => {
+                tokio::time::sleep(Duration::from_micros(fastrand::u64(500..(2000 << round.min(6))))).await;
+            }
+            other => return other,
+        }
+    }
+    run().await
+}
+
+/// due_at, id, lease_token, locked_by, lease_until, crashes.
+pub(crate) fn seen_of(row: &Row) -> Result<Seen> {
+    Ok(Seen {
+        mark: Mark { due_at: row.time(0)?, id: row.int(1)? },
+        hold: Hold {
+            token: row.int(2)?,
+            locked_by: row.opt_text(3)?,
+            lease_until: row.opt_time(4)?,
+            crashes: row.int(5)? as u32,
+        },
+    })
+}

@@ -1,0 +1,675 @@
+//! MySQL 8.0.4+ and MariaDB 10.6+, one SQL for both. InnoDB locks every row it scans, so a claim first reads candidates
+//! without locks and then locks those, by primary key, skipping what others hold.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use mysql_async::prelude::Queryable;
+use mysql_async::{Conn, Opts, OptsBuilder, Params};
+
+use super::pool::{Connect, Loan, Pool};
+use super::{Options, Skew, rerun, settle_by_parts, without_password};
+use crate::cold;
+use crate::error::{Effect, Error, Kind, Result};
+use crate::lanes::{LaneRules, Lanes};
+use crate::lease::{Hold, Lease};
+use crate::message::{Message, cut_error, parse_headers};
+use crate::migrate;
+use crate::outcome::{Settled, Settlement, Verdict};
+use crate::settle;
+use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
+use crate::time::{Timestamp, micros_of};
+use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
+
+pub struct MysqlStore {
+    lanes: Arc<Lanes>,
+    skew: Arc<Skew>,
+    pool: Pool<Connector>,
+}
+
+struct Connector {
+    opts: Opts,
+    shown: String,
+}
+
+#[async_trait]
+impl Connect for Connector {
+    type Connection = Conn;
+
+    async fn connect(&self) -> Result<Conn> {
+        Conn::new(self.opts.clone()).await.map_err(|e| {
+            let mut error = classify(&e);
+            error.kind = Kind::Unreachable;
+            error.during(&format!("cannot connect to {}", self.shown))
+        })
+    }
+
+    fn is_open(_: &Conn) -> bool {
+        true // a dead one shows at its next use, and is then closed
+    }
+}
+
+pub(crate) fn classify(error: &mysql_async::Error) -> Error {
+    let mysql_async::Error::Server(server) = error else {
+        return Error::new(Kind::Unreachable, format!("MySQL: {error}"));
+    };
+    let kind = match server.code {
+        1213 | 1205 | 1020 | 3572 => Kind::Busy,
+        1062 => Kind::Conflict,
+        1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
+        1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
+        1146 | 1054 | 1305 => Kind::Schema,
+        1317 | 3024 | 1969 => Kind::Timeout,
+        1644 => Kind::Invalid,
+        _ => Kind::Database,
+    };
+    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
+    Error::new(kind, format!("MySQL: {} ({}){advice}", server.message, server.code))
+}
+
+fn at_commit(error: &mysql_async::Error) -> Error {
+    let classified = classify(error);
+    if classified.kind == Kind::Unreachable { classified.unknown() } else { classified }
+}
+
+fn bind(value: &Value) -> mysql_async::Value {
+    use mysql_async::Value as V;
+    match value {
+        Value::Null => V::NULL,
+        Value::Bool(b) => V::Int(i64::from(*b)),
+        Value::Int(n) => V::Int(*n),
+        Value::Float(f) => V::Double(*f),
+        Value::Text(t) => V::Bytes(t.as_bytes().to_vec()),
+        Value::Bytes(b) => V::Bytes(b.to_vec()),
+        Value::Time(t) => {
+            let d = t.to_datetime();
+            V::Date(d.year() as u16, u8::from(d.month()), d.day(), d.hour(), d.minute(), d.second(), d.microsecond())
+        }
+        _ => V::NULL, // arrays are for PostgreSQL
+    }
+}
+
+fn unbind(value: mysql_async::Value, binary: bool) -> Value {
+    use mysql_async::Value as V;
+    match value {
+        V::NULL => Value::Null,
+        V::Int(n) => Value::Int(n),
+        V::UInt(n) => Value::Int(n as i64),
+        V::Float(f) => Value::Float(f.into()),
+        V::Double(f) => Value::Float(f),
+        V::Bytes(b) if binary => Value::Bytes(b.into()),
+        V::Bytes(b) => Value::Text(String::from_utf8(b).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())),
+        V::Date(y, mo, d, h, mi, s, us) => Value::Time(moment(y, mo, d, h, mi, s, us)),
+        V::Time(..) => Value::Null,
+    }
+}
+
+fn moment(year: u16, month: u8, day: u8, hour: u8, minute: u8, second: u8, micros: u32) -> Timestamp {
+    let date = time::Month::try_from(month).and_then(|m| time::Date::from_calendar_date(i32::from(year), m, day));
+    let clock = time::Time::from_hms_micro(hour, minute, second, micros);
+    match date.and_then(|d| Ok(time::PrimitiveDateTime::new(d, clock?).assume_utc())) {
+        Ok(moment) => Timestamp::from_micros((moment.unix_timestamp_nanos() / 1000) as i64),
+        Err(_) => Timestamp::default(),
+    }
+}
+
+/// Bytes, not text: the binary character set, which decimals (sums) have too.
+fn is_binary(column: &mysql_async::Column) -> bool {
+    column.character_set() == 63 && column.column_type() != mysql_async::consts::ColumnType::MYSQL_TYPE_NEWDECIMAL
+}
+
+/// The text protocol gives times and numbers as text.
+fn unbind_text(column: &mysql_async::Column, value: mysql_async::Value) -> Value {
+    use mysql_async::consts::ColumnType as C;
+    let mysql_async::Value::Bytes(bytes) = &value else { return unbind(value, false) };
+    let text = || std::str::from_utf8(bytes).unwrap_or_default();
+    match column.column_type() {
+        C::MYSQL_TYPE_TINY | C::MYSQL_TYPE_SHORT | C::MYSQL_TYPE_INT24 | C::MYSQL_TYPE_LONG | C::MYSQL_TYPE_LONGLONG => {
+            text().parse().map_or(Value::Null, Value::Int)
+        }
+        C::MYSQL_TYPE_DATETIME | C::MYSQL_TYPE_TIMESTAMP => parse_datetime(text()),
+        _ => unbind(value, is_binary(column)),
+    }
+}
+
+/// `2026-01-02 03:04:05.678901`
+fn parse_datetime(text: &str) -> Value {
+    let number = |range: std::ops::Range<usize>| text.get(range).and_then(|t| t.parse::<u32>().ok());
+    let micros = text.get(20..).map_or(0, |f| format!("{f:0<6}").get(..6).and_then(|t| t.parse().ok()).unwrap_or(0));
+    match (number(0..4), number(5..7), number(8..10), number(11..13), number(14..16), number(17..19)) {
+        (Some(y), Some(mo), Some(d), Some(h), Some(mi), Some(s)) => {
+            Value::Time(moment(y as u16, mo as u8, d as u8, h as u8, mi as u8, s as u8, micros))
+        }
+        _ => Value::Null,
+    }
+}
+
+/// Statements without values go as text, so that a list of ids of any length leaves no prepared statement behind.
+async fn run<Q: Queryable + Send>(conn: &mut Q, sql: &str, params: &[Value]) -> mysql_async::Result<(Vec<Row>, u64)> {
+    let mut rows = Vec::new();
+    if params.is_empty() {
+        let mut result = conn.query_iter(sql).await?;
+        let columns = result.columns();
+        while let Some(row) = result.next().await? {
+            let columns = columns.as_deref().unwrap_or_default();
+            rows.push(Row(row.unwrap().into_iter().zip(columns).map(|(v, c)| unbind_text(c, v)).collect()));
+        }
+        let changed = result.affected_rows();
+        result.drop_result().await?;
+        return Ok((rows, changed));
+    }
+    let mut result = conn.exec_iter(sql, Params::Positional(params.iter().map(bind).collect())).await?;
+    let columns = result.columns();
+    while let Some(row) = result.next().await? {
+        let columns = columns.as_deref().unwrap_or_default();
+        rows.push(Row(row.unwrap().into_iter().zip(columns).map(|(v, c)| unbind(v, is_binary(c))).collect()));
+    }
+    let changed = result.affected_rows();
+    result.drop_result().await?;
+    Ok((rows, changed))
+}
+
+/// The caller's own transaction (or connection, with a transaction the caller began).
+macro_rules! caller_tx {
+    ($type:ty) => {
+        impl Tx for $type {
+            fn dialect(&self) -> Dialect {
+                Dialect::Mysql
+            }
+            fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
+                Box::pin(async move { Ok(run(self, sql, params).await.map_err(|e| classify(&e))?.0) })
+            }
+            fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
+                Box::pin(async move { Ok(run(self, sql, params).await.map_err(|e| classify(&e))?.1) })
+            }
+        }
+    };
+}
+caller_tx!(mysql_async::Transaction<'_>);
+caller_tx!(Conn);
+
+/// A transaction of the store's own. Once a statement failed it refuses to commit.
+struct MysqlTx<'c> {
+    conn: &'c mut Conn,
+    skew: i64,
+    failed: bool,
+}
+
+impl MysqlTx<'_> {
+    async fn run(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
+        let answer = run(self.conn, sql, params).await.map_err(|e| classify(&e));
+        self.failed |= answer.is_err();
+        answer
+    }
+}
+
+impl Tx for MysqlTx<'_> {
+    fn dialect(&self) -> Dialect {
+        Dialect::Mysql
+    }
+
+    fn now(&self) -> Now {
+        Now::Expression(now_sql(self.skew))
+    }
+
+    fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
+        Box::pin(async move { Ok(self.run(sql, params).await?.0) })
+    }
+
+    fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(async move { Ok(self.run(sql, params).await?.1) })
+    }
+}
+
+fn now_sql(skew: i64) -> String {
+    match skew {
+        0 => "UTC_TIMESTAMP(6)".to_owned(),
+        skew => format!("(UTC_TIMESTAMP(6) + INTERVAL {skew} MICROSECOND)"),
+    }
+}
+
+/// A string literal no content can break out of, whatever the SQL mode.
+fn literal(text: &str) -> String {
+    format!("X'{}'", crate::message::hex(text.as_bytes()))
+}
+
+fn time_literal(time: Timestamp) -> String {
+    let d = time.to_datetime();
+    let (date, clock) = (d.date(), d.time());
+    format!(
+        "'{:04}-{:02}-{:02} {:02}:{:02}:{:02}.{:06}'",
+        date.year(), u8::from(date.month()), date.day(), clock.hour(), clock.minute(), clock.second(), clock.microsecond()
+    )
+}
+
+fn list(ids: impl IntoIterator<Item = i64>) -> String {
+    let ids: Vec<String> = ids.into_iter().map(|id| id.to_string()).collect();
+    if ids.is_empty() { "NULL".to_owned() } else { ids.join(",") }
+}
+
+impl MysqlStore {
+    pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
+        let url_fixed = url.replacen("mariadb:", "mysql:", 1);
+        let opts = Opts::from_url(&url_fixed).map_err(|e| {
+            Error::invalid(format!("`{}` is no MySQL URL: {e}; write mysql://USER:PASSWORD@HOST:3306/DATABASE", without_password(url)))
+        })?;
+        if opts.db_name().is_none_or(str::is_empty) {
+            return Err(Error::invalid(format!("`{}` names no database; append one: mysql://…/DATABASE", without_password(url))));
+        }
+        // A session cut off by the network must not hold its locks for long.
+        let setup = vec![
+            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(),
+            "SET SESSION wait_timeout = 300, innodb_lock_wait_timeout = 5, time_zone = '+00:00'".to_owned(),
+        ];
+        let opts = OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
+        let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, options.connections, options.deadline);
+        Ok(MysqlStore { lanes, skew: Arc::default(), pool })
+    }
+
+    fn now(&self) -> String {
+        now_sql(self.skew.micros())
+    }
+
+    fn keep_if_clean<R>(&self, loan: Loan<Connector>, answer: &Result<R>) {
+        let clean = match answer {
+            Ok(_) => true,
+            Err(e) => e.effect == Effect::NotApplied && e.kind != Kind::Unreachable,
+        };
+        if clean {
+            self.pool.give_back(loan);
+        }
+    }
+}
+
+async fn in_transaction(conn: &mut Conn, skew: i64, work: &mut Work) -> Result<()> {
+    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
+    let mut tx = MysqlTx { conn, skew, failed: false };
+    let mut done = work(&mut tx).await;
+    if done.is_ok() && tx.failed {
+        done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
+    }
+    match done {
+        Ok(()) => conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e)),
+        Err(error) => roll_back(conn, error).await,
+    }
+}
+
+async fn roll_back<R>(conn: &mut Conn, error: Error) -> Result<R> {
+    conn.query_drop("ROLLBACK").await.map_err(|e| {
+        let mut lost = classify(&e);
+        lost.kind = Kind::Unreachable;
+        lost
+    })?;
+    Err(error)
+}
+
+const CLAIMED: &str = "id, shard_id, due_at, lease_token, attempts, crashes, maybe_sent, target, active_key, payload, content_type, headers, \
+                       payload_sha, correlation_id, created_at, deliver_before, locked_by";
+
+/// The unlocked look for candidates; also what the EXPLAIN test looks at.
+#[doc(hidden)]
+pub fn candidates_sql(claim: &Claim, now: &str) -> String {
+    let owner = literal(&claim.owner);
+    let free = format!("(lease_until IS NULL OR lease_until < {now})");
+    let ordinary = format!("crashes + (locked_by IS NOT NULL AND locked_by <> {owner}) <= 1");
+    let (mark, which) = match &claim.from {
+        From::Mark(mark) => (*mark, format!("{free} AND {ordinary}")),
+        From::Adopt { mark, known } => (
+            *mark,
+            format!("({free} OR locked_by = {owner}) AND {ordinary} AND id NOT IN ({})", list(known.iter().copied().chain([0]))),
+        ),
+        From::Ids(ids) => {
+            let ids = list(ids.iter().copied());
+            return format!(
+                "SELECT id FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND {free} LIMIT {}",
+                literal(&claim.lane), claim.shard, claim.limit
+            );
+        }
+    };
+    // `(due_at, id) >= (…)` as a row is no range for InnoDB; written out, its first half is.
+    let from = mark.map_or(String::new(), |mark| {
+        let due = time_literal(mark.due_at);
+        format!(" AND due_at >= {due} AND (due_at > {due} OR id >= {})", mark.id)
+    });
+    format!(
+        "SELECT id FROM outbox FORCE INDEX (idx_claim) WHERE lane = {} AND shard_id = {} AND due_at <= {now}{from} AND {which}
+         ORDER BY due_at, id LIMIT {}",
+        literal(&claim.lane), claim.shard, claim.limit.saturating_mul(4)
+    )
+}
+
+/// Candidates, lock by primary key, update: one READ COMMITTED transaction.
+async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> {
+    let candidates: Vec<i64> = Queryable::query(conn, candidates_sql(claim, now)).await.map_err(|e| classify(&e))?;
+    let clock = |rows: Vec<Row>| rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0));
+    if candidates.is_empty() {
+        let (rows, _) = run(conn, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
+        return Ok(Claimed { messages: vec![], now: clock(rows)? });
+    }
+    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
+    match lock_and_update(conn, claim, now, &candidates).await {
+        Ok(claimed) => {
+            conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e))?;
+            Ok(claimed)
+        }
+        Err(error) => roll_back(conn, error).await,
+    }
+}
+
+async fn lock_and_update(conn: &mut Conn, claim: &Claim, now: &str, candidates: &[i64]) -> Result<Claimed> {
+    let mut unlocked = candidates.to_vec();
+    let (owner, lease) = (literal(&claim.owner), micros_of(claim.lease));
+    let own = if matches!(claim.from, From::Adopt { .. }) { format!(" OR locked_by = {owner}") } else { String::new() };
+    let mut messages: Vec<Message> = Vec::with_capacity(claim.limit as usize);
+    // Candidates are tried in their order, as many at a time as are still wanted: nothing is locked that is not taken.
+    while !unlocked.is_empty() && messages.len() < claim.limit as usize {
+        let wanted = (claim.limit as usize - messages.len()).min(unlocked.len());
+        let part: Vec<i64> = unlocked.drain(..wanted).collect();
+        let sql = format!(
+            "SELECT {CLAIMED} FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND due_at <= {now}
+             AND (lease_until IS NULL OR lease_until < {now}{own}) FOR UPDATE SKIP LOCKED",
+            list(part)
+        );
+        let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
+        for row in &rows {
+            messages.push(message_of(row, claim)?);
+        }
+    }
+    let ids = list(messages.iter().map(|m| m.id));
+    // `crashes` and `maybe_sent` before `locked_by`: assignments run from left to right.
+    let update = format!(
+        "UPDATE outbox FORCE INDEX (PRIMARY) SET crashes = crashes + (locked_by IS NOT NULL AND locked_by <> {owner}),
+                maybe_sent = maybe_sent OR (locked_by IS NOT NULL AND locked_by <> {owner}), lease_token = lease_token + 1,
+                locked_by = {owner}, locked_at = {now}, lease_until = {now} + INTERVAL {lease} MICROSECOND, updated_at = {now}
+         WHERE id IN ({ids})"
+    );
+    if !messages.is_empty() {
+        let (_, changed) = run(conn, &update, &[]).await.map_err(|e| classify(&e))?;
+        if changed != messages.len() as u64 {
+            return Err(Error::database(format!("a claim locked {} rows and changed {changed}", messages.len())));
+        }
+    }
+    for m in messages.iter().filter(|m| m.taken_over_from.is_some()) {
+        let sql = format!(
+            "INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, worker, at) VALUES ({}, {}, 'takeover', {}, {}, {now})",
+            m.id, m.lease_token, m.attempts, literal(m.taken_over_from.as_deref().unwrap_or_default())
+        );
+        run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
+    }
+    let first = messages.first().map_or(0, |m| m.id);
+    let sql = format!("SELECT {now}, (SELECT lease_until FROM outbox WHERE id = {first})");
+    let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
+    let row = rows.first().ok_or_else(|| Error::database("the database told no time"))?;
+    let lease_until = row.opt_time(1)?.unwrap_or_default();
+    messages.iter_mut().for_each(|m| m.lease_until = lease_until);
+    messages.sort_unstable_by_key(|m| (m.due_at, m.id));
+    Ok(Claimed { messages, now: row.time(0)? })
+}
+
+/// The row as it will be once claimed.
+fn message_of(row: &Row, claim: &Claim) -> Result<Message> {
+    let hold = Hold { token: row.int(3)?, locked_by: row.opt_text(16)?, lease_until: None, crashes: row.int(5)? as u32 };
+    let takeover = hold.takeover(&claim.owner);
+    Ok(Message {
+        id: row.int(0)?,
+        lane: claim.lane.clone(),
+        shard_id: row.int(1)? as u32,
+        due_at: row.time(2)?,
+        lease_until: Timestamp::default(),
+        lease_token: hold.mint(),
+        attempts: row.int(4)? as u32,
+        crashes: hold.suspicion(&claim.owner),
+        maybe_sent: row.bool(6)? || takeover,
+        target: row.opt_text(7)?,
+        active_key: row.opt_text(8)?,
+        payload: row.opt_bytes(9)?.unwrap_or_else(Bytes::new),
+        content_type: row.opt_text(10)?,
+        headers: parse_headers(row.opt_text(11)?.as_deref()),
+        payload_sha: row.opt_bytes(12)?.and_then(|sha| sha.as_ref().try_into().ok()),
+        correlation_id: row.opt_text(13)?,
+        created_at: row.time(14)?,
+        deliver_before: row.opt_time(15)?,
+        taken_over_from: if takeover { hold.locked_by } else { None },
+    })
+}
+
+/// The short cut: lock, compare in Rust, move the winners with one INSERT … SELECT and one DELETE.
+async fn settle_sent_on(
+    conn: &mut Conn,
+    now: &str,
+    keep: bool,
+    lane: &str,
+    owner: &str,
+    entries: &[Settlement],
+) -> Result<Vec<Settled>> {
+    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
+    match move_sent(conn, now, keep, lane, owner, entries).await {
+        Ok(answers) => {
+            conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e))?;
+            Ok(answers)
+        }
+        Err(error) => roll_back(conn, error).await,
+    }
+}
+
+async fn move_sent(
+    conn: &mut Conn,
+    now: &str,
+    keep: bool,
+    lane: &str,
+    owner: &str,
+    entries: &[Settlement],
+) -> Result<Vec<Settled>> {
+    let sql = format!(
+        "SELECT id, lease_token FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND locked_by = {} AND lane = {} ORDER BY id FOR UPDATE",
+        list(entries.iter().map(|e| e.lease.id)),
+        literal(owner),
+        literal(lane)
+    );
+    // Never INSERT … SELECT without this lock: under READ COMMITTED it takes none, and a message ends up live and done.
+    let held: Vec<(i64, i64)> = Queryable::query(conn, sql).await.map_err(|e| classify(&e))?;
+    let held: std::collections::HashSet<(i64, i64)> = held.into_iter().collect();
+    let won: Vec<&Settlement> = entries.iter().filter(|e| held.contains(&(e.lease.id, e.lease.token))).collect();
+    if !won.is_empty() {
+        let ids = list(won.iter().map(|e| e.lease.id));
+        if keep {
+            let references: String = won
+                .iter()
+                .filter_map(|e| match &e.verdict {
+                    Verdict::Sent { result_ref: Some(reference), .. } => {
+                        Some(format!(" WHEN {} THEN CONVERT({} USING utf8mb4)", e.lease.id, literal(&cut_error(reference))))
+                    }
+                    _ => None,
+                })
+                .collect();
+            let reference = if references.is_empty() { "NULL".to_owned() } else { format!("CASE id{references} END") };
+            let moved = settle::MOVED;
+            let sql = format!(
+                "INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, result_ref, status, updated_at, finished_at)
+                 SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, {reference}, 'sent', {now}, {now}
+                 FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) ORDER BY id"
+            );
+            expect_all(conn, &sql, won.len()).await?;
+        }
+        expect_all(conn, &format!("DELETE FROM outbox WHERE id IN ({ids})"), won.len()).await?;
+    }
+    let answer = |e: &Settlement| match held.contains(&(e.lease.id, e.lease.token)) {
+        true => Settled::Applied,
+        false => Settled::LeaseLost,
+    };
+    Ok(entries.iter().map(answer).collect())
+}
+
+async fn expect_all(conn: &mut Conn, sql: &str, expected: usize) -> Result<()> {
+    let (_, changed) = run(conn, sql, &[]).await.map_err(|e| classify(&e))?;
+    if changed == expected as u64 {
+        return Ok(());
+    }
+    Err(Error::database(format!("a settle changed {changed} rows instead of {expected}; it was rolled back")))
+}
+
+/// Errors that say "this step was done already": the process died between the statement and its bookkeeping.
+const ALREADY_DONE: [u16; 7] = [1050, 1304, 1359, 1060, 1061, 1062, 1091];
+
+async fn migrate_on(conn: &mut Conn) -> Result<Vec<String>> {
+    let fail = |e: mysql_async::Error| classify(&e).during("migration");
+    conn.query_drop(migrate::BOOKKEEPING).await.map_err(fail)?;
+    let rows: Vec<(i64, i64)> =
+        Queryable::query(conn, "SELECT version, steps FROM postrider_migrations").await.map_err(fail)?;
+    let applied: Vec<i64> = rows.iter().filter(|(_, steps)| *steps >= 0).map(|(version, _)| *version).collect();
+    let missing = migrate::missing(&applied)?;
+    if missing.is_empty() {
+        return Ok(vec![]);
+    }
+    for step in migrate::steps(migrate::drop_views(Dialect::Mysql)) {
+        conn.query_drop(step).await.map_err(fail)?;
+    }
+    for migration in &missing {
+        // A negative count is how far a run got that did not finish.
+        let begun = rows.iter().find(|(version, _)| *version == migration.version).map_or(0, |(_, steps)| -steps - 1);
+        let (version, name) = (migration.version, migration.name);
+        let start = "INSERT IGNORE INTO postrider_migrations VALUES (?, ?, -1)";
+        conn.exec_drop(start, (version, name)).await.map_err(fail)?;
+        for (n, step) in migrate::steps(migration.sql(Dialect::Mysql)).into_iter().enumerate().skip(begun as usize) {
+            match conn.query_drop(step).await {
+                Err(mysql_async::Error::Server(e)) if begun > 0 && ALREADY_DONE.contains(&e.code) => {}
+                other => other.map_err(fail)?,
+            }
+            let done = -(n as i64) - 2;
+            conn.exec_drop("UPDATE postrider_migrations SET steps = ? WHERE version = ?", (done, version)).await.map_err(fail)?;
+        }
+        conn.exec_drop("UPDATE postrider_migrations SET steps = 0 WHERE version = ?", (version,)).await.map_err(fail)?;
+    }
+    for step in migrate::steps(migrate::views(Dialect::Mysql)) {
+        conn.query_drop(step).await.map_err(fail)?;
+    }
+    Ok(missing.iter().map(|m| m.name.to_owned()).collect())
+}
+
+#[async_trait]
+impl Store for MysqlStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Mysql
+    }
+
+    fn lanes(&self) -> &Arc<Lanes> {
+        &self.lanes
+    }
+
+    async fn migrate(&self) -> Result<Vec<String>> {
+        let lanes = self.lanes.clone();
+        let mut loan = self.pool.take().await?;
+        let conn = &mut loan.connection;
+        let lock = "SELECT GET_LOCK(CONCAT('postrider:', DATABASE()), 120)";
+        let got: Option<Option<i64>> = conn.query_first(lock).await.map_err(|e| classify(&e))?;
+        if got.flatten() != Some(1) {
+            return Err(Error::new(Kind::Busy, "another process has been migrating for two minutes; try again"));
+        }
+        let ran = migrate_on(conn).await;
+        let unlock = conn.query_drop("DO RELEASE_LOCK(CONCAT('postrider:', DATABASE()))").await;
+        let ran = ran?;
+        unlock.map_err(|e| classify(&e))?;
+        self.pool.give_back(loan);
+        transact(self, Mode::Write, move |tx| {
+            let lanes = lanes.clone();
+            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+        })
+        .await?;
+        Ok(ran)
+    }
+
+    async fn claim(&self, claim: &Claim) -> Result<Claimed> {
+        let now = self.now();
+        rerun(|| async {
+            let mut loan = self.pool.take().await?;
+            let answer = self.pool.timed(claim_on(&mut loan.connection, claim, &now)).await?;
+            self.keep_if_clean(loan, &answer);
+            answer
+        })
+        .await
+    }
+
+    async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
+        let now = self.now();
+        let from = after.map_or(String::new(), |mark| {
+            let due = time_literal(mark.due_at);
+            format!(" AND due_at >= {due} AND (due_at > {due} OR id > {})", mark.id)
+        });
+        let sql = format!(
+            "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox FORCE INDEX (idx_claim)
+             WHERE lane = {} AND shard_id = {shard} AND due_at <= {now}{from} ORDER BY due_at, id LIMIT {limit}",
+            literal(lane)
+        );
+        let mut loan = self.pool.take().await?;
+        let answer = self.pool.timed(async {
+            let (rows, _) = run(&mut loan.connection, &sql, &[]).await.map_err(|e| classify(&e))?;
+            let (clock, _) = run(&mut loan.connection, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
+            let now = clock.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
+            Ok(Walked { seen: rows.iter().map(super::seen_of).collect::<Result<_>>()?, now })
+        });
+        let answer = answer.await?;
+        self.keep_if_clean(loan, &answer);
+        answer
+    }
+
+    async fn settle(&self, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+        let rules = self.lanes.get(lane)?.clone();
+        settle_by_parts(self, rules, lane.to_owned(), owner.to_owned(), entries.to_vec()).await
+    }
+
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+        let work = Arc::new((owner.to_owned(), leases.to_vec()));
+        transact(self, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::renew(tx, &work.0, &work.1, lease).await })
+        })
+        .await
+    }
+
+    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
+        let work = Arc::new((owner.to_owned(), leases.to_vec(), code.map(str::to_owned)));
+        transact(self, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::defer(tx, &work.0, &work.1, delay, work.2.as_deref()).await })
+        })
+        .await
+    }
+
+    async fn transact(&self, _: Mode, work: Work) -> Result<()> {
+        let work = Arc::new(tokio::sync::Mutex::new(work));
+        rerun(|| async {
+            let mut loan = self.pool.take().await?;
+            let mut work = work.lock().await;
+            let skew = self.skew.micros();
+            let answer = self.pool.timed(in_transaction(&mut loan.connection, skew, &mut work)).await?;
+            self.keep_if_clean(loan, &answer);
+            answer
+        })
+        .await
+    }
+
+    fn advance_clock(&self, by: Duration) {
+        self.skew.advance(by);
+    }
+}
+
+#[async_trait]
+impl super::Shortcut for MysqlStore {
+    fn as_store(&self) -> &dyn Store {
+        self
+    }
+
+    async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+        let (now, keep) = (self.now(), !rules.retention.is_zero());
+        rerun(|| async {
+            let mut loan = self.pool.take().await?;
+            let work = settle_sent_on(&mut loan.connection, &now, keep, lane, owner, entries);
+            let answer = self.pool.timed(work).await?;
+            self.keep_if_clean(loan, &answer);
+            answer
+        })
+        .await
+    }
+}

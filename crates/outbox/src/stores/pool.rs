@@ -1,0 +1,76 @@
+//! A small pool for one purpose: a connection comes back only if its last operation ended cleanly. One that failed, timed
+//! out or was abandoned half-way is closed, never handed to the next borrower.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::error::{Error, Kind, Result};
+
+#[async_trait]
+pub(crate) trait Connect: Send + Sync + 'static {
+    type Connection: Send;
+
+    async fn connect(&self) -> Result<Self::Connection>;
+
+    fn is_open(connection: &Self::Connection) -> bool;
+}
+
+pub(crate) struct Pool<C: Connect> {
+    connector: C,
+    idle: Mutex<Vec<C::Connection>>,
+    permits: Arc<Semaphore>,
+    size: usize,
+    deadline: Duration,
+}
+
+/// A connection on loan. Dropped without [`Pool::give_back`], it is closed.
+pub(crate) struct Loan<C: Connect> {
+    pub connection: C::Connection,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl<C: Connect> Pool<C> {
+    pub fn new(connector: C, size: usize, deadline: Duration) -> Self {
+        let size = size.max(1);
+        Pool { connector, idle: Mutex::default(), permits: Arc::new(Semaphore::new(size)), size, deadline }
+    }
+
+    pub async fn take(&self) -> Result<Loan<C>> {
+        let wait = tokio::time::timeout(self.deadline, self.permits.clone().acquire_owned());
+        let busy = || {
+            Error::new(Kind::Busy, format!("all {} database connections are busy; raise the connection limit or lower the load", self.size))
+        };
+        let permit = wait.await.map_err(|_| busy())?.map_err(|_| busy())?;
+        loop {
+            let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
+            match idle {
+                Some(connection) if C::is_open(&connection) => return Ok(Loan { connection, _permit: permit }),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        let connecting = tokio::time::timeout(self.deadline, self.connector.connect());
+        let connection = connecting
+            .await
+            .map_err(|_| Error::new(Kind::Unreachable, "the database did not accept a connection in time"))??;
+        Ok(Loan { connection, _permit: permit })
+    }
+
+    pub fn give_back(&self, loan: Loan<C>) {
+        if C::is_open(&loan.connection) {
+            self.idle.lock().unwrap_or_else(|e| e.into_inner()).push(loan.connection);
+        }
+    }
+
+    /// Runs one operation under the deadline. `work` answers with its result and whether the connection is clean (no
+    /// transaction open on it).
+    pub async fn timed<R>(&self, work: impl Future<Output = R>) -> Result<R> {
+        tokio::time::timeout(self.deadline, work).await.map_err(|_| {
+            let limit = self.deadline.as_secs_f32();
+            Error::new(Kind::Timeout, format!("the database did not answer within {limit} s; the connection was closed")).unknown()
+        })
+    }
+}

@@ -1,0 +1,660 @@
+//! PostgreSQL 13+. A claim is one statement whose UPDATE touches no indexed column (HOT); BEGIN, statement and COMMIT go
+//! out together. Works through a transaction-mode pooler with notifications off.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use futures_util::{TryStreamExt, future::join4, pin_mut};
+use tokio::sync::Notify;
+use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
+use tokio_postgres::{Client, Config, Statement};
+
+use super::pool::{Connect, Loan, Pool};
+use super::{Options, Skew, rerun, settle_by_parts, without_password};
+use crate::cold;
+use crate::error::{Effect, Error, Kind, Result};
+use crate::lanes::{LaneRules, Lanes};
+use crate::lease::Lease;
+use crate::message::{Message, cut_error, parse_headers};
+use crate::migrate;
+use crate::outcome::{Settled, Settlement, Verdict};
+use crate::settle;
+use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
+use crate::time::{Timestamp, micros_of};
+use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
+
+const CHANNEL: &str = "postrider";
+/// READ COMMITTED whatever the role's default; a transaction cut off by the network must not hold its locks for long.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '10s'";
+const BEGIN_ONE: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+
+pub struct PostgresStore {
+    lanes: Arc<Lanes>,
+    skew: Arc<Skew>,
+    pool: Pool<Connector>,
+    listener: Option<Arc<Listener>>,
+}
+
+struct Connector {
+    config: Config,
+    shown: String,
+}
+
+pub(crate) struct Connection {
+    client: Client,
+    statements: HashMap<String, Statement>,
+    driver: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort(); // closes the socket now, whatever is under way on it
+    }
+}
+
+fn tls() -> tokio_postgres_rustls::MakeRustlsConnect {
+    let roots = rustls::RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map(|builder| builder.with_root_certificates(roots).with_no_client_auth());
+    match config {
+        Ok(config) => tokio_postgres_rustls::MakeRustlsConnect::new(config),
+        Err(_) => unreachable!("ring supports the default protocol versions"),
+    }
+}
+
+#[async_trait]
+impl Connect for Connector {
+    type Connection = Connection;
+
+    async fn connect(&self) -> Result<Connection> {
+        let (client, connection) = self.config.connect(tls()).await.map_err(|e| {
+            let mut error = classify(&e);
+            error.kind = Kind::Unreachable;
+            error.during(&format!("cannot connect to {}", self.shown))
+        })?;
+        let driver = tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a PostgreSQL connection ended");
+            }
+        });
+        Ok(Connection { client, statements: HashMap::new(), driver })
+    }
+
+    fn is_open(connection: &Connection) -> bool {
+        !connection.client.is_closed()
+    }
+}
+
+impl Connection {
+    async fn prepared(&mut self, sql: &str) -> Result<Statement> {
+        if let Some(statement) = self.statements.get(sql) {
+            return Ok(statement.clone());
+        }
+        let statement = self.client.prepare(sql).await.map_err(|e| classify(&e))?;
+        self.statements.insert(sql.to_owned(), statement.clone());
+        Ok(statement)
+    }
+
+    /// BEGIN, one statement and COMMIT in one round trip.
+    async fn run_one(&mut self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
+        let statement = self.prepared(sql).await?;
+        let clock = self.prepared("SELECT clock_timestamp()").await?;
+        let (begun, rows, clock, committed) = join4(
+            self.client.batch_execute(BEGIN_ONE),
+            self.client.query(&statement, params),
+            self.client.query_one(&clock, &[]),
+            self.client.batch_execute("COMMIT"),
+        )
+        .await;
+        begun.map_err(|e| classify(&e))?;
+        // An error of the statement itself is definite; a broken connection is not: the COMMIT was on its way.
+        let rows = rows.map_err(|e| at_commit(&e))?;
+        committed.map_err(|e| at_commit(&e))?;
+        let now = clock.map_err(|e| at_commit(&e))?.try_get::<_, Timestamp>(0).map_err(|e| classify(&e))?;
+        Ok((rows, now))
+    }
+}
+
+fn at_commit(error: &tokio_postgres::Error) -> Error {
+    let classified = classify(error);
+    if error.as_db_error().is_some() && classified.kind != Kind::Unreachable { classified } else { classified.unknown() }
+}
+
+pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
+    let Some(db) = error.as_db_error() else {
+        return Error::new(Kind::Unreachable, format!("PostgreSQL: {}", chain(error)));
+    };
+    let kind = match db.code().code() {
+        "40001" | "40P01" | "55P03" => Kind::Busy,
+        "25006" | "25P03" => Kind::Unavailable,
+        "57014" => Kind::Timeout,
+        "23505" => Kind::Conflict,
+        "22023" => Kind::Invalid,
+        "42P01" | "42703" | "42883" => Kind::Schema,
+        code if code.starts_with("08") || code.starts_with("57P") || code.starts_with("28") || code == "3D000" => Kind::Unreachable,
+        code if code.starts_with("53") => Kind::Unavailable,
+        _ => Kind::Database,
+    };
+    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
+    Error::new(kind, format!("PostgreSQL: {} ({}){advice}", db.message(), db.code().code()))
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}
+
+/// Microseconds between 1970 and 2000, PostgreSQL's epoch.
+const EPOCH: i64 = 946_684_800_000_000;
+
+impl ToSql for Timestamp {
+    fn to_sql(&self, _: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
+        out.extend_from_slice(&(self.micros() - EPOCH).to_be_bytes());
+        Ok(IsNull::No)
+    }
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
+    }
+    to_sql_checked!();
+}
+
+impl<'a> FromSql<'a> for Timestamp {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn std::error::Error + Sync + Send>> {
+        Ok(Timestamp::from_micros(i64::from_be_bytes(raw.try_into()?).saturating_add(EPOCH)))
+    }
+    fn accepts(ty: &Type) -> bool {
+        matches!(*ty, Type::TIMESTAMPTZ | Type::TIMESTAMP)
+    }
+}
+
+impl ToSql for Value {
+    fn to_sql(&self, ty: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
+        match self {
+            Value::Null => Ok(IsNull::Yes),
+            Value::Bool(v) => v.to_sql(ty, out),
+            Value::Int(v) => v.to_sql(ty, out),
+            Value::Float(v) => v.to_sql(ty, out),
+            Value::Text(v) => v.to_sql(ty, out),
+            Value::Bytes(v) => v.as_ref().to_sql(ty, out),
+            Value::Time(v) => v.to_sql(ty, out),
+            Value::Ints(v) => v.to_sql(ty, out),
+            Value::Texts(v) => v.to_sql(ty, out),
+            Value::Blobs(v) => v.iter().map(|b| b.as_deref()).collect::<Vec<_>>().to_sql(ty, out),
+            Value::Times(v) => v.to_sql(ty, out),
+        }
+    }
+    fn accepts(_: &Type) -> bool {
+        true // the type always comes from `type_of`
+    }
+    to_sql_checked!();
+}
+
+fn type_of(value: &Value) -> Type {
+    match value {
+        Value::Null => Type::UNKNOWN,
+        Value::Bool(_) => Type::BOOL,
+        Value::Int(_) => Type::INT8,
+        Value::Float(_) => Type::FLOAT8,
+        Value::Text(_) => Type::TEXT,
+        Value::Bytes(_) => Type::BYTEA,
+        Value::Time(_) => Type::TIMESTAMPTZ,
+        Value::Ints(_) => Type::INT8_ARRAY,
+        Value::Texts(_) => Type::TEXT_ARRAY,
+        Value::Blobs(_) => Type::BYTEA_ARRAY,
+        Value::Times(_) => Type::TIMESTAMPTZ_ARRAY,
+    }
+}
+
+/// Any column of ours as a [`Value`].
+impl<'a> FromSql<'a> for Value {
+    fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn std::error::Error + Sync + Send>> {
+        Ok(match *ty {
+            Type::BOOL => Value::Bool(bool::from_sql(ty, raw)?),
+            Type::INT2 => Value::Int(i16::from_sql(ty, raw)?.into()),
+            Type::INT4 => Value::Int(i32::from_sql(ty, raw)?.into()),
+            Type::INT8 => Value::Int(i64::from_sql(ty, raw)?),
+            Type::FLOAT4 => Value::Float(f32::from_sql(ty, raw)?.into()),
+            Type::FLOAT8 => Value::Float(f64::from_sql(ty, raw)?),
+            Type::BYTEA => Value::Bytes(Bytes::copy_from_slice(raw)),
+            Type::TIMESTAMPTZ | Type::TIMESTAMP => Value::Time(Timestamp::from_sql(ty, raw)?),
+            Type::JSONB => Value::Text(String::from_utf8_lossy(raw.get(1..).unwrap_or_default()).into_owned()),
+            _ => Value::Text(String::from_utf8_lossy(raw).into_owned()),
+        })
+    }
+    fn from_sql_null(_: &Type) -> Result<Self, Box<dyn std::error::Error + Sync + Send>> {
+        Ok(Value::Null)
+    }
+    fn accepts(_: &Type) -> bool {
+        true
+    }
+}
+
+/// One statement in one round trip, without a named statement left behind in the caller's session.
+async fn run_typed<C: tokio_postgres::GenericClient>(client: &C, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
+    let typed: Vec<(&Value, Type)> = params.iter().map(|v| (v, type_of(v))).collect();
+    let sql = numbered(sql);
+    let stream = client.query_typed_raw(&sql, typed).await.map_err(|e| classify(&e))?;
+    pin_mut!(stream);
+    let mut rows = Vec::new();
+    while let Some(row) = stream.try_next().await.map_err(|e| classify(&e))? {
+        let values = (0..row.len()).map(|i| row.try_get::<_, Value>(i)).collect::<Result<Vec<_>, _>>();
+        rows.push(Row(values.map_err(|e| classify(&e))?));
+    }
+    Ok((rows, stream.rows_affected().unwrap_or(0)))
+}
+
+/// The caller's own transaction (or client, with a transaction the caller began).
+macro_rules! caller_tx {
+    ($type:ty) => {
+        impl Tx for $type {
+            fn dialect(&self) -> Dialect {
+                Dialect::Postgres
+            }
+            fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
+                Box::pin(async move { Ok(run_typed(self, sql, params).await?.0) })
+            }
+            fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
+                Box::pin(async move { Ok(run_typed(self, sql, params).await?.1) })
+            }
+        }
+    };
+}
+caller_tx!(tokio_postgres::Transaction<'_>);
+caller_tx!(Client);
+
+/// A transaction of the store's own. Once a statement failed it refuses to commit.
+struct PostgresTx<'c> {
+    client: &'c Client,
+    skew: i64,
+    failed: bool,
+}
+
+impl Tx for PostgresTx<'_> {
+    fn dialect(&self) -> Dialect {
+        Dialect::Postgres
+    }
+
+    fn now(&self) -> Now {
+        Now::Expression(now_sql(self.skew))
+    }
+
+    fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
+        Box::pin(async move {
+            let answer = run_typed(self.client, sql, params).await;
+            self.failed |= answer.is_err();
+            Ok(answer?.0)
+        })
+    }
+
+    fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(async move {
+            let answer = run_typed(self.client, sql, params).await;
+            self.failed |= answer.is_err();
+            Ok(answer?.1)
+        })
+    }
+}
+
+fn now_sql(skew: i64) -> String {
+    match skew {
+        0 => "clock_timestamp()".to_owned(),
+        skew => format!("(clock_timestamp() + INTERVAL '{skew} microseconds')"),
+    }
+}
+
+impl PostgresStore {
+    pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
+        let mut config: Config = url.parse().map_err(|e: tokio_postgres::Error| {
+            Error::invalid(format!("`{}` is no PostgreSQL URL: {}; write postgres://USER:PASSWORD@HOST:5432/DATABASE", without_password(url), chain(&e)))
+        })?;
+        config.application_name("postrider").connect_timeout(options.deadline).keepalives(true);
+        config.keepalives_idle(Duration::from_secs(30)).tcp_user_timeout(options.deadline);
+        let shown = without_password(url);
+        let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone())));
+        let pool = Pool::new(Connector { config, shown }, options.connections, options.deadline);
+        Ok(PostgresStore { lanes, skew: Arc::default(), pool, listener })
+    }
+
+    fn now(&self) -> String {
+        now_sql(self.skew.micros())
+    }
+
+    /// Runs one statement in one transaction, again after a deadlock.
+    async fn one(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
+        rerun(|| async {
+            let mut loan = self.pool.take().await?;
+            let answer = self.pool.timed(loan.connection.run_one(sql, params)).await?;
+            self.keep_if_clean(loan, &answer);
+            answer
+        })
+        .await
+    }
+
+    fn keep_if_clean<R>(&self, loan: Loan<Connector>, answer: &Result<R>) {
+        let clean = match answer {
+            Ok(_) => true,
+            Err(e) => e.effect == Effect::NotApplied && e.kind != Kind::Unreachable,
+        };
+        if clean {
+            self.pool.give_back(loan);
+        }
+    }
+}
+
+async fn in_transaction(client: &Client, skew: i64, work: &mut Work) -> Result<()> {
+    client.batch_execute(BEGIN).await.map_err(|e| classify(&e))?;
+    let mut tx = PostgresTx { client, skew, failed: false };
+    let mut done = work(&mut tx).await;
+    if done.is_ok() && tx.failed {
+        done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
+    }
+    match done {
+        Ok(()) => client.batch_execute("COMMIT").await.map_err(|e| at_commit(&e)),
+        Err(error) => {
+            client.batch_execute("ROLLBACK").await.map_err(|e| {
+                // The connection will be closed, and the server rolls back.
+                let mut lost = classify(&e);
+                lost.kind = Kind::Unreachable;
+                lost
+            })?;
+            Err(error)
+        }
+    }
+}
+
+const CLAIMED: &str = "o.id, o.shard_id, o.due_at, o.lease_until, o.lease_token, o.attempts, o.crashes, o.maybe_sent, o.target, o.active_key, \
+                       o.payload, o.content_type, o.headers, o.payload_sha, o.correlation_id, o.created_at, o.deliver_before, c.previous";
+
+/// The claim, as text: also what the EXPLAIN test looks at. $1 lane, $2 shard, $3 owner, $4 limit, $5 lease in
+/// microseconds, $6/$7 mark, $8 ids.
+#[doc(hidden)]
+pub fn claim_sql(from: &From, now: &str) -> String {
+    let free = format!("(lease_until IS NULL OR lease_until < (SELECT {now}))");
+    let ordinary = "crashes + CASE WHEN locked_by <> $3 THEN 1 ELSE 0 END <= 1";
+    // The bare call is volatile and never an index condition; as a subquery it is.
+    let which = match from {
+        From::Mark(_) => format!("(due_at, id) >= ($6, $7) AND {free} AND {ordinary} AND $8::bigint[] IS NOT NULL"),
+        From::Adopt { .. } => {
+            format!("(due_at, id) >= ($6, $7) AND ({free} OR locked_by = $3) AND {ordinary} AND id <> ALL($8::bigint[])")
+        }
+        From::Ids(_) => format!("{free} AND id = ANY($8::bigint[]) AND (due_at, id) >= ($6, $7)"),
+    };
+    let again = match from {
+        From::Adopt { .. } => format!("(o.lease_until IS NULL OR o.lease_until < {now} OR o.locked_by = $3)"),
+        _ => format!("(o.lease_until IS NULL OR o.lease_until < {now})"),
+    };
+    format!(
+        "WITH c AS MATERIALIZED (
+             SELECT id, locked_by AS previous, lease_token, attempts FROM outbox
+             WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {now}) AND {which}
+             ORDER BY due_at, id LIMIT $4 FOR NO KEY UPDATE SKIP LOCKED),
+         taken AS (
+             INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, worker, at)
+             SELECT id, lease_token + 1, 'takeover', attempts, previous, {now} FROM c WHERE previous <> $3)
+         UPDATE outbox o SET lease_token = o.lease_token + 1, locked_by = $3, locked_at = {now},
+                lease_until = {now} + $5::bigint * INTERVAL '1 microsecond', updated_at = {now},
+                crashes = o.crashes + CASE WHEN o.locked_by <> $3 THEN 1 ELSE 0 END,
+                maybe_sent = o.maybe_sent OR coalesce(o.locked_by <> $3, FALSE)
+         FROM c WHERE o.id = c.id AND {again}
+         RETURNING {CLAIMED}"
+    )
+}
+
+fn message_of(row: &tokio_postgres::Row, claim: &Claim) -> Result<Message, tokio_postgres::Error> {
+    let previous: Option<String> = row.try_get(17)?;
+    Ok(Message {
+        id: row.try_get(0)?,
+        lane: claim.lane.clone(),
+        shard_id: row.try_get::<_, i32>(1)? as u32,
+        due_at: row.try_get(2)?,
+        lease_until: row.try_get(3)?,
+        lease_token: row.try_get(4)?,
+        attempts: row.try_get::<_, i32>(5)? as u32,
+        crashes: row.try_get::<_, i32>(6)? as u32,
+        maybe_sent: row.try_get(7)?,
+        target: row.try_get(8)?,
+        active_key: row.try_get(9)?,
+        payload: Bytes::copy_from_slice(row.try_get::<_, &[u8]>(10)?),
+        content_type: row.try_get(11)?,
+        headers: parse_headers(row.try_get::<_, Option<&str>>(12)?),
+        payload_sha: row.try_get::<_, Option<&[u8]>>(13)?.and_then(|sha| sha.try_into().ok()),
+        correlation_id: row.try_get(14)?,
+        created_at: row.try_get(15)?,
+        deliver_before: row.try_get(16)?,
+        taken_over_from: previous.filter(|holder| *holder != claim.owner),
+    })
+}
+
+#[async_trait]
+impl Store for PostgresStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Postgres
+    }
+
+    fn lanes(&self) -> &Arc<Lanes> {
+        &self.lanes
+    }
+
+    async fn migrate(&self) -> Result<Vec<String>> {
+        let lanes = self.lanes.clone();
+        let loan = self.pool.take().await?;
+        let client = &loan.connection.client;
+        let run = async {
+            client.batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock(7305811283405)").await?;
+            client.batch_execute(migrate::BOOKKEEPING).await?;
+            let rows = client.query("SELECT version FROM postrider_migrations", &[]).await?;
+            rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()
+        };
+        let applied = run.await.map_err(|e| classify(&e))?;
+        let missing = migrate::missing(&applied)?;
+        let run = async {
+            if !missing.is_empty() {
+                client.batch_execute(migrate::drop_views(Dialect::Postgres)).await?;
+                for migration in &missing {
+                    client.batch_execute(migration.sql(Dialect::Postgres)).await?;
+                    let sql = "INSERT INTO postrider_migrations VALUES ($1, $2, 0)";
+                    client.execute(sql, &[&migration.version, &migration.name]).await?;
+                }
+                client.batch_execute(migrate::views(Dialect::Postgres)).await?;
+            }
+            client.batch_execute("COMMIT").await
+        };
+        run.await.map_err(|e| classify(&e).during("migration"))?;
+        self.pool.give_back(loan);
+        transact(self, Mode::Write, move |tx| {
+            let lanes = lanes.clone();
+            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+        })
+        .await?;
+        Ok(missing.iter().map(|m| m.name.to_owned()).collect())
+    }
+
+    async fn claim(&self, claim: &Claim) -> Result<Claimed> {
+        let (mark, ids) = match &claim.from {
+            From::Mark(mark) => (*mark, vec![]),
+            From::Adopt { mark, known } => (*mark, known.clone()),
+            From::Ids(ids) => (None, ids.clone()),
+        };
+        let mark = mark.unwrap_or_default();
+        let (shard, limit, lease) = (claim.shard as i32, i64::from(claim.limit), micros_of(claim.lease));
+        let sql = claim_sql(&claim.from, &self.now());
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&claim.lane, &shard, &claim.owner, &limit, &lease, &mark.due_at, &mark.id, &ids];
+        let (rows, now) = self.one(&sql, &params).await?;
+        let mut messages =
+            rows.iter().map(|row| message_of(row, claim)).collect::<Result<Vec<_>, _>>().map_err(|e| classify(&e))?;
+        messages.sort_unstable_by_key(|m| (m.due_at, m.id));
+        Ok(Claimed { messages, now: Timestamp::from_micros(now.micros() + self.skew.micros()) })
+    }
+
+    async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
+        let after = after.unwrap_or_default();
+        let sql = format!(
+            "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox
+             WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {}) AND (due_at, id) > ($3, $4) ORDER BY due_at, id LIMIT $5",
+            self.now()
+        );
+        let (shard, limit) = (shard as i32, i64::from(limit));
+        let params: [&(dyn ToSql + Sync); 5] = [&lane, &shard, &after.due_at, &after.id, &limit];
+        let (rows, now) = self.one(&sql, &params).await?;
+        let mut seen = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let values = (0..row.len()).map(|i| row.try_get::<_, Value>(i)).collect::<Result<Vec<_>, _>>();
+            seen.push(super::seen_of(&Row(values.map_err(|e| classify(&e))?))?);
+        }
+        Ok(Walked { seen, now: Timestamp::from_micros(now.micros() + self.skew.micros()) })
+    }
+
+    async fn settle(&self, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+        let rules = self.lanes.get(lane)?.clone();
+        settle_by_parts(self, rules, lane.to_owned(), owner.to_owned(), entries.to_vec()).await
+    }
+
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+        let work = Arc::new((owner.to_owned(), leases.to_vec()));
+        transact(self, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::renew(tx, &work.0, &work.1, lease).await })
+        })
+        .await
+    }
+
+    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
+        let work = Arc::new((owner.to_owned(), leases.to_vec(), code.map(str::to_owned)));
+        transact(self, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::defer(tx, &work.0, &work.1, delay, work.2.as_deref()).await })
+        })
+        .await
+    }
+
+    async fn transact(&self, _: Mode, work: Work) -> Result<()> {
+        let work = Arc::new(tokio::sync::Mutex::new(work));
+        rerun(|| async {
+            let loan = self.pool.take().await?;
+            let mut work = work.lock().await;
+            let answer = self.pool.timed(in_transaction(&loan.connection.client, self.skew.micros(), &mut work)).await?;
+            self.keep_if_clean(loan, &answer);
+            answer
+        })
+        .await
+    }
+
+    async fn notified(&self) {
+        match &self.listener {
+            Some(listener) => listener.clone().wait().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    async fn notify(&self) -> Result<()> {
+        if self.listener.is_none() {
+            return Ok(());
+        }
+        let mut loan = self.pool.take().await?;
+        let run = async {
+            let statement = loan.connection.prepared("SELECT pg_notify($1, '')").await?;
+            loan.connection.client.query(&statement, &[&CHANNEL]).await.map_err(|e| classify(&e))
+        };
+        let answer = self.pool.timed(run).await?;
+        self.keep_if_clean(loan, &answer);
+        answer.map(drop)
+    }
+
+    fn advance_clock(&self, by: Duration) {
+        self.skew.advance(by);
+    }
+}
+
+#[async_trait]
+impl super::Shortcut for PostgresStore {
+    fn as_store(&self) -> &dyn Store {
+        self
+    }
+
+    async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+        let moved = settle::MOVED;
+        let ids: Vec<i64> = entries.iter().map(|e| e.lease.id).collect();
+        let tokens: Vec<i64> = entries.iter().map(|e| e.lease.token).collect();
+        let references: Vec<Option<String>> = entries
+            .iter()
+            .map(|e| match &e.verdict {
+                Verdict::Sent { result_ref, .. } => result_ref.as_deref().map(cut_error),
+                _ => None,
+            })
+            .collect();
+        // Entries come in id order and are looked up one by one, so rows are locked in that order.
+        let gone = "DELETE FROM outbox o USING unnest($1::bigint[], $2::bigint[], $3::text[]) AS t(id, token, reference)
+                    WHERE o.id = t.id AND o.lease_token = t.token AND o.locked_by = $4 AND o.lane = $5";
+        let now = self.now();
+        let sql = if rules.retention.is_zero() {
+            format!("{gone} RETURNING o.id")
+        } else {
+            format!(
+                "WITH gone AS ({gone} RETURNING o.*, t.reference)
+                 INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, result_ref, status, updated_at, finished_at)
+                 SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, reference, 'sent', {now}, {now} FROM gone RETURNING id"
+            )
+        };
+        let params: [&(dyn ToSql + Sync); 5] = [&ids, &tokens, &references, &owner, &lane];
+        let (rows, _) = self.one(&sql, &params).await?;
+        let won: std::collections::HashSet<i64> =
+            rows.iter().map(|row| row.try_get(0)).collect::<Result<_, _>>().map_err(|e| classify(&e))?;
+        Ok(ids.iter().map(|id| if won.contains(id) { Settled::Applied } else { Settled::LeaseLost }).collect())
+    }
+}
+
+/// A connection of its own that LISTENs, reconnecting for ever; started when somebody first waits.
+struct Listener {
+    config: Config,
+    heard: Arc<Notify>,
+    task: std::sync::OnceLock<tokio::task::JoinHandle<()>>,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.get() {
+            task.abort();
+        }
+    }
+}
+
+impl Listener {
+    fn new(config: Config) -> Self {
+        Listener { config, heard: Arc::default(), task: std::sync::OnceLock::new() }
+    }
+
+    async fn wait(self: Arc<Self>) {
+        self.task.get_or_init(|| tokio::spawn(listen(self.config.clone(), self.heard.clone())));
+        self.heard.notified().await;
+    }
+}
+
+async fn listen(config: Config, heard: Arc<Notify>) {
+    loop {
+        if let Ok((client, mut connection)) = config.connect(tls()).await {
+            let listening = client.batch_execute("LISTEN postrider");
+            let messages = async {
+                while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
+                    if matches!(message, tokio_postgres::AsyncMessage::Notification(_)) {
+                        heard.notify_one();
+                    }
+                }
+            };
+            // What was sent while nobody listened was not heard: look once.
+            heard.notify_one();
+            let _ = futures_util::future::join(listening, messages).await;
+        }
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(500..1500))).await;
+    }
+}

@@ -1,0 +1,280 @@
+//! The worker: a thin driver over the steppable [`core`]. It carries the core's commands to the store and the couriers
+//! and brings back what came of them; every decision is the core's.
+
+pub mod core;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use self::core::{Command, Core, Event, LaneSettings, Settings, Tally};
+use crate::clock::{self, Tick};
+use crate::courier::Courier;
+use crate::error::{Error, Result};
+use crate::message::Message;
+use crate::outbox::Outbox;
+use crate::outcome::{Outcome, Reach, code};
+use crate::store::{Prune, Store};
+
+/// What a worker did, per lane.
+pub type Report = Vec<(String, Tally)>;
+
+/// Delivers messages of some lanes until told to stop.
+///
+/// ```no_run
+/// # async fn run() -> postrider::Result<()> {
+/// use postrider::{LaneRules, Lanes, Outbox, Outcome, Worker, courier};
+/// let outbox = Outbox::open("sqlite://app.db", Lanes::new().with("emails", LaneRules::default())).await?;
+/// outbox.migrate().await?;
+/// let mailer = courier(|message| async move {
+///     println!("mailing {} bytes", message.payload.len());
+///     Outcome::sent()
+/// });
+/// Worker::new(outbox).lane("emails", mailer).run(std::future::pending()).await?;
+/// # Ok(()) }
+/// ```
+pub struct Worker {
+    outbox: Outbox,
+    lanes: Vec<LaneSettings>,
+    couriers: Vec<Arc<dyn Courier>>,
+    name: Option<String>,
+    drain: Duration,
+    once: bool,
+}
+
+impl Worker {
+    pub fn new(outbox: Outbox) -> Self {
+        Worker { outbox, lanes: vec![], couriers: vec![], name: None, drain: Duration::from_secs(20), once: false }
+    }
+
+    /// Serves a lane with the usual settings.
+    pub fn lane(self, lane: impl Into<String>, courier: impl Courier) -> Self {
+        self.lane_with(LaneSettings::new(lane), Arc::new(courier))
+    }
+
+    /// Serves a lane with settings of its own.
+    pub fn lane_with(mut self, settings: LaneSettings, courier: Arc<dyn Courier>) -> Self {
+        self.lanes.push(settings);
+        self.couriers.push(courier);
+        self
+    }
+
+    /// A name for `locked_by`, instead of the host's.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// How long a shutdown may take.
+    pub fn drain(mut self, drain: Duration) -> Self {
+        self.drain = drain;
+        self
+    }
+
+    /// Handle all that is due, then end.
+    pub fn once(mut self) -> Self {
+        self.once = true;
+        self
+    }
+
+    /// Runs until `shutdown` resolves (then drains) or, with `once`, until nothing is due.
+    pub async fn run(mut self, shutdown: impl Future<Output = ()>) -> Result<Report> {
+        for lane in &mut self.lanes {
+            let rules = self.outbox.lanes().get(&lane.lane)?;
+            lane.dedup = rules.dedup;
+            if let Some(wrong) = lane.shards.iter().find(|s| **s >= rules.shards) {
+                return Err(Error::invalid(format!("lane `{}` has {} shards; there is no shard {wrong}", lane.lane, rules.shards)));
+            }
+        }
+        let settings = Settings {
+            owner: clock::incarnation(self.name.as_deref()),
+            lanes: self.lanes,
+            drain: self.drain,
+            once: self.once,
+            seed: clock::seed(),
+        };
+        let janitor = (!self.once).then(|| tokio::spawn(sweep(self.outbox.clone())));
+        let report = Driver::new(self.outbox, settings, self.couriers).run(shutdown).await;
+        if let Some(janitor) = janitor {
+            janitor.abort();
+        }
+        Ok(report)
+    }
+}
+
+/// Deletes what is past its retention, in small batches, now and then.
+async fn sweep(outbox: Outbox) {
+    loop {
+        tokio::time::sleep(Duration::from_secs(30).mul_f64(0.5 + clock::chance())).await;
+        let lanes: Vec<(String, Duration)> =
+            outbox.lanes().iter().map(|(lane, rules)| (lane.to_owned(), rules.retention)).collect();
+        for (lane, retention) in lanes {
+            let prune = Prune { lane: Some(lane), older_than: retention, limit: 1000, dry_run: false };
+            loop {
+                match outbox.prune(prune.clone()).await {
+                    Ok(pruned) if pruned.messages >= 1000 || pruned.keys >= 1000 => tokio::task::yield_now().await,
+                    Ok(_) => break,
+                    Err(error) => {
+                        tracing::warn!(%error, "pruning failed; it will be tried again");
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct Driver {
+    core: Core,
+    outbox: Outbox,
+    store: Arc<dyn Store>,
+    couriers: Vec<Arc<dyn Courier>>,
+    sender: UnboundedSender<Event>,
+    events: UnboundedReceiver<Event>,
+    running: HashMap<i64, tokio::task::AbortHandle>,
+}
+
+impl Driver {
+    fn new(outbox: Outbox, settings: Settings, couriers: Vec<Arc<dyn Courier>>) -> Self {
+        let (sender, events) = unbounded_channel();
+        let store = outbox.store().clone();
+        Driver { core: Core::new(settings, Tick::now()), outbox, store, couriers, sender, events, running: HashMap::new() }
+    }
+
+    async fn run(mut self, shutdown: impl Future<Output = ()>) -> Report {
+        let mut shutdown = std::pin::pin!(shutdown.fuse());
+        let mut bell = self.outbox.listen();
+        let store = self.store.clone();
+        let mut notified = store.notified();
+        let mut heard: Vec<Event> = Vec::new();
+        loop {
+            let now = Tick::now();
+            let commands = self.core.step(now);
+            let instant = self.carry_out(commands);
+            if self.core.finished(now) {
+                break;
+            }
+            if instant {
+                while let Ok(event) = self.events.try_recv() {
+                    self.core.handle(now, event);
+                }
+                continue;
+            }
+            let pause = self.core.next_step(now).since(now);
+            tokio::select! {
+                _ = self.events.recv_many(&mut heard, 4096) => {
+                    let now = Tick::now();
+                    for event in heard.drain(..) {
+                        self.hear(now, event);
+                    }
+                }
+                () = tokio::time::sleep(pause) => {}
+                _ = bell.changed() => self.core.handle(Tick::now(), Event::Wake),
+                () = &mut notified => {
+                    notified = store.notified();
+                    self.core.handle(Tick::now(), Event::Wake);
+                }
+                () = &mut shutdown => self.core.handle(Tick::now(), Event::Shutdown),
+            }
+        }
+        self.core.tally().map(|(lane, tally)| (lane.to_owned(), tally)).collect()
+    }
+
+    fn hear(&mut self, now: Tick, event: Event) {
+        if let Event::Delivered { id, .. } = &event {
+            self.running.remove(id);
+        }
+        self.core.handle(now, event);
+    }
+
+    /// Starts what the core asked for; answers whether deliveries ended on the spot.
+    fn carry_out(&mut self, commands: Vec<Command>) -> bool {
+        let mut instant = false;
+        for command in commands {
+            match command {
+                Command::Deliver { lane, message } => instant |= self.deliver(lane, message),
+                Command::Abort { id } => {
+                    if let Some(delivery) = self.running.remove(&id) {
+                        delivery.abort();
+                    }
+                }
+                other => self.ask_store(other),
+            }
+        }
+        instant
+    }
+
+    /// Store operations run as tasks of their own, so that none is ever dropped half-way.
+    fn ask_store(&self, command: Command) {
+        let (store, outbox, sender) = (self.store.clone(), self.outbox.clone(), self.sender.clone());
+        let owner = self.core.owner().to_owned();
+        let lane_name = |lane: usize| self.core.lane_name(lane).to_owned();
+        let work: Pin<Box<dyn Future<Output = Event> + Send>> = match command {
+            Command::Claim { op, claim } => {
+                Box::pin(async move { Event::Claimed { op, result: store.claim(&claim).await } })
+            }
+            Command::Walk { op, lane, shard, after, limit } => {
+                let lane = lane_name(lane);
+                Box::pin(async move { Event::Walked { op, result: store.walk(&lane, shard, after, limit).await } })
+            }
+            Command::Dedup { op, lane, probes } => {
+                let lane = lane_name(lane);
+                Box::pin(async move { Event::Deduped { op, result: outbox.check_dedup(&lane, probes).await } })
+            }
+            Command::Settle { op, lane, entries } => {
+                let lane = lane_name(lane);
+                Box::pin(async move { Event::Settled { op, result: store.settle(&lane, &owner, &entries).await } })
+            }
+            Command::Defer { op, leases, delay, code } => Box::pin(async move {
+                Event::Deferred { op, result: store.defer(&owner, &leases, delay, code.as_deref()).await }
+            }),
+            Command::Renew { op, leases, lease } => {
+                Box::pin(async move { Event::Renewed { op, result: store.renew(&owner, &leases, lease).await } })
+            }
+            Command::Deliver { .. } | Command::Abort { .. } => return,
+        };
+        tokio::spawn(async move {
+            let event = work.await;
+            let _ = sender.send(event);
+        });
+    }
+
+    /// Polls the delivery once on the spot; only what has to wait becomes a task.
+    fn deliver(&mut self, lane: usize, message: Box<Message>) -> bool {
+        let (courier, sender, id) = (self.couriers[lane].clone(), self.sender.clone(), message.id);
+        let mut delivery = Box::pin(async move { deliver_guarded(courier, message).await });
+        match delivery.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(outcome) => {
+                let _ = sender.send(Event::Delivered { id, outcome });
+                true
+            }
+            Poll::Pending => {
+                let task = tokio::spawn(async move {
+                    let outcome = delivery.await;
+                    let _ = sender.send(Event::Delivered { id, outcome });
+                });
+                self.running.insert(id, task.abort_handle());
+                false
+            }
+        }
+    }
+}
+
+/// A courier that panics has failed one delivery, not the worker.
+async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>) -> Outcome {
+    match AssertUnwindSafe(courier.deliver(&message)).catch_unwind().await {
+        Ok(outcome) => outcome,
+        Err(panic) => {
+            let words = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+            let words = words.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+            Outcome::retry(code::COURIER_PANIC, format!("the courier panicked: {words}"), Reach::Unknown)
+        }
+    }
+}

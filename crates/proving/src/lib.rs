@@ -1,0 +1,3 @@
+//! Postrider's proving ground: what the tests and benchmarks need around the product, and never inside it.
+
+pub mod servers;

@@ -1,0 +1,104 @@
+//! PostgreSQL: where its programs are, how a fresh cluster is made, and the settings tests and benchmarks share.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use super::account::Account;
+use super::install::program;
+use super::run;
+
+/// As durable as a production server: what is measured here must be true there.
+const SETTINGS: &str = "
+listen_addresses = '127.0.0.1'
+max_connections = 300
+shared_buffers = 512MB
+fsync = on
+synchronous_commit = on
+full_page_writes = on
+wal_level = replica
+max_wal_size = 4GB
+checkpoint_timeout = 15min
+";
+
+/// An immediate shutdown. Not SIGKILL, which would leave shared memory behind.
+const DEATH_SIGNAL: &str = "QUIT";
+
+pub struct Engine {
+    programs: Programs,
+    account: Account,
+    home: PathBuf,
+}
+
+struct Programs {
+    initdb: PathBuf,
+    postgres: PathBuf,
+    pg_isready: PathBuf,
+}
+
+impl super::Engine for Engine {
+    const NAME: &'static str = "postgres";
+    const PACKAGE: &'static str = "postgresql";
+    const STOP: Signal = Signal::QUIT;
+
+    fn installed() -> bool {
+        programs().is_some()
+    }
+
+    fn create(home: &Path) -> io::Result<Self> {
+        let programs = programs().ok_or_else(|| io::Error::other("initdb, postgres or pg_isready is missing"))?;
+        let account = Account::choose("postgres")?;
+        account.give(home)?;
+        let engine = Self { programs, account, home: home.into() };
+        let mut initdb = engine.command(&engine.programs.initdb);
+        initdb.args(["--username=postrider", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]);
+        run(initdb.arg("--pgdata").arg(engine.data()))?;
+        let mut settings = OpenOptions::new().append(true).open(engine.data().join("postgresql.conf"))?;
+        settings.write_all(SETTINGS.as_bytes())?;
+        writeln!(settings, "unix_socket_directories = '{}'", home.display())?;
+        Ok(engine)
+    }
+
+    fn serve(&self, port: u16) -> Command {
+        let mut command = self.command(&self.programs.postgres);
+        command.arg("-D").arg(self.data()).args(["-p", &port.to_string()]);
+        command
+    }
+
+    fn ping(&self, port: u16) -> Command {
+        let mut command = self.command(&self.programs.pg_isready);
+        command.args(["-h", "127.0.0.1", "-U", "postrider", "-d", "postgres", "-p", &port.to_string()]);
+        command
+    }
+
+    fn url(port: u16) -> String {
+        format!("postgres://postrider@127.0.0.1:{port}/postgres")
+    }
+}
+
+impl Engine {
+    fn data(&self) -> PathBuf {
+        self.home.join("data")
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        self.account.command(program, DEATH_SIGNAL, &self.home)
+    }
+}
+
+fn programs() -> Option<Programs> {
+    let places = version_folders();
+    let find = |name| program(name, &places);
+    Some(Programs { initdb: find("initdb")?, postgres: find("postgres")?, pg_isready: find("pg_isready")? })
+}
+
+/// Debian keeps the servers of each version apart and out of `PATH`; newest first.
+fn version_folders() -> Vec<PathBuf> {
+    let entries = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let mut versions: Vec<u32> = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    versions.sort_unstable_by(|a, b| b.cmp(a));
+    versions.into_iter().map(|version| format!("/usr/lib/postgresql/{version}/bin").into()).collect()
+}
