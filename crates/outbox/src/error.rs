@@ -98,4 +98,50 @@ impl Error {
     }
 }
 
+/// What a PostgreSQL SQLSTATE means to us. The one place that knows which errors are worth another try, as are the next two.
+#[cfg(any(feature = "postgres", feature = "sqlx-postgres"))]
+pub(crate) fn postgres_kind(code: &str) -> Kind {
+    match code {
+        "40001" | "40P01" | "55P03" => Kind::Busy,
+        "25006" | "25P03" => Kind::Unavailable,
+        "57014" => Kind::Timeout,
+        "23505" => Kind::Conflict,
+        "22023" => Kind::Invalid,
+        "42P01" | "42703" | "42883" => Kind::Schema,
+        _ if code.starts_with("08") || code.starts_with("57P") || code.starts_with("28") || code == "3D000" => {
+            Kind::Unreachable
+        }
+        _ if code.starts_with("53") => Kind::Unavailable,
+        _ => Kind::Database,
+    }
+}
+
+/// What an error number of MySQL or MariaDB means to us.
+#[cfg(any(feature = "mysql", feature = "sqlx-mysql"))]
+pub(crate) fn mysql_kind(number: u16) -> Kind {
+    match number {
+        1213 | 1205 | 1020 | 3572 => Kind::Busy,
+        1062 => Kind::Conflict,
+        1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
+        1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
+        1146 | 1054 | 1305 => Kind::Schema,
+        1317 | 3024 | 1969 => Kind::Timeout,
+        1644 => Kind::Invalid,
+        _ => Kind::Database,
+    }
+}
+
+/// What a result code of SQLite (extended or not) means to us.
+#[cfg(any(feature = "sqlite", feature = "sqlx-sqlite"))]
+pub(crate) fn sqlite_kind(code: i32, message: &str) -> Kind {
+    match code & 0xff {
+        5 | 6 => Kind::Busy,               // BUSY, LOCKED
+        8 | 13 => Kind::Unavailable,       // READONLY, FULL
+        10 | 14 | 26 => Kind::Unreachable, // IOERR, CANTOPEN, NOTADB
+        19 => Kind::Conflict,              // CONSTRAINT
+        _ if message.contains("no such table") => Kind::Schema,
+        _ => Kind::Database,
+    }
+}
+
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -138,7 +138,7 @@ impl NewMessage {
     }
 
     /// Refuses what no store could keep, with the remedy.
-    pub(crate) fn validate(&self, rules: &LaneRules) -> Result<()> {
+    pub fn validate(&self, rules: &LaneRules) -> Result<()> {
         if self.payload.len() > rules.max_payload_bytes {
             return Err(Error::invalid(format!(
                 "the payload has {} bytes; lane `{}` takes at most {} (store it elsewhere and send a reference, or raise max_payload_bytes)",
@@ -158,7 +158,7 @@ impl NewMessage {
     }
 }
 
-fn check_text(what: &str, text: Option<&str>, max_bytes: usize) -> Result<()> {
+pub(crate) fn check_text(what: &str, text: Option<&str>, max_bytes: usize) -> Result<()> {
     let Some(text) = text else { return Ok(()) };
     if text.is_empty() {
         return Err(Error::invalid(format!("the {what} is empty; leave it out instead")));

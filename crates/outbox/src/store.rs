@@ -30,6 +30,8 @@ pub struct Claim {
     pub limit: u32,
     pub lease: Duration,
     pub owner: String,
+    /// Takeovers are counted up to this: whoever finds a message there buries it, and may die over it too.
+    pub max_crashes: u32,
     pub from: From,
 }
 

@@ -1,3 +1,4 @@
 //! Postrider's proving ground: what the tests and benchmarks need around the product, and never inside it.
 
 pub mod servers;
+pub mod simulator;

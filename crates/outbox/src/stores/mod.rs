@@ -8,6 +8,8 @@ pub(crate) mod pool;
 pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
+#[cfg(any(feature = "sqlx-postgres", feature = "sqlx-mysql", feature = "sqlx-sqlite"))]
+mod sqlx;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -21,7 +23,7 @@ use crate::lease::Hold;
 use crate::outcome::{Settled, Settlement};
 use crate::settle;
 use crate::store::{Mark, Mode, Seen, Store, transact};
-use crate::time::micros_of;
+use crate::time::{Timestamp, micros_of};
 use crate::tx::Row;
 
 /// How a store talks to its database.
@@ -177,15 +179,29 @@ async fn settle_whole(
 
 /// How far a test moved the clock of a store.
 #[derive(Debug, Default)]
-pub(crate) struct Skew(AtomicI64);
+pub(crate) struct Skew {
+    micros: AtomicI64,
+    /// The clock stands still but for what is added: a simulator's.
+    frozen: bool,
+}
 
 impl Skew {
+    pub fn frozen_at(start: Timestamp) -> Self {
+        Skew { micros: AtomicI64::new(start.micros()), frozen: true }
+    }
+
     pub fn advance(&self, by: Duration) {
-        self.0.fetch_add(micros_of(by), Ordering::SeqCst);
+        self.micros.fetch_add(micros_of(by), Ordering::SeqCst);
     }
 
     pub fn micros(&self) -> i64 {
-        self.0.load(Ordering::Relaxed)
+        self.micros.load(Ordering::Relaxed)
+    }
+
+    /// The time of a database that has no clock but the host's.
+    pub fn now(&self) -> Timestamp {
+        let base = if self.frozen { 0 } else { crate::clock::wall().micros() };
+        Timestamp::from_micros(base + self.micros())
     }
 }
 

@@ -12,7 +12,7 @@ use mysql_async::{Conn, Opts, OptsBuilder, Params};
 use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, rerun, settle_by_parts, without_password};
 use crate::cold;
-use crate::error::{Effect, Error, Kind, Result};
+use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, cut_error, parse_headers};
@@ -55,16 +55,7 @@ pub(crate) fn classify(error: &mysql_async::Error) -> Error {
     let mysql_async::Error::Server(server) = error else {
         return Error::new(Kind::Unreachable, format!("MySQL: {error}"));
     };
-    let kind = match server.code {
-        1213 | 1205 | 1020 | 3572 => Kind::Busy,
-        1062 => Kind::Conflict,
-        1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
-        1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
-        1146 | 1054 | 1305 => Kind::Schema,
-        1317 | 3024 | 1969 => Kind::Timeout,
-        1644 => Kind::Invalid,
-        _ => Kind::Database,
-    };
+    let kind = mysql_kind(server.code);
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
     Error::new(kind, format!("MySQL: {} ({}){advice}", server.message, server.code))
 }
@@ -378,9 +369,10 @@ async fn lock_and_update(conn: &mut Conn, claim: &Claim, now: &str, candidates: 
         }
     }
     let ids = list(messages.iter().map(|m| m.id));
+    let max_crashes = claim.max_crashes;
     // `crashes` and `maybe_sent` before `locked_by`: assignments run from left to right.
     let update = format!(
-        "UPDATE outbox FORCE INDEX (PRIMARY) SET crashes = crashes + (locked_by IS NOT NULL AND locked_by <> {owner}),
+        "UPDATE outbox FORCE INDEX (PRIMARY) SET crashes = GREATEST(crashes, LEAST(crashes + (locked_by IS NOT NULL AND locked_by <> {owner}), {max_crashes})),
                 maybe_sent = maybe_sent OR (locked_by IS NOT NULL AND locked_by <> {owner}), lease_token = lease_token + 1,
                 locked_by = {owner}, locked_at = {now}, lease_until = {now} + INTERVAL {lease} MICROSECOND, updated_at = {now}
          WHERE id IN ({ids})"
@@ -420,7 +412,7 @@ fn message_of(row: &Row, claim: &Claim) -> Result<Message> {
         lease_until: Timestamp::default(),
         lease_token: hold.mint(),
         attempts: row.int(4)? as u32,
-        crashes: hold.suspicion(&claim.owner),
+        crashes: hold.suspicion(&claim.owner).min(claim.max_crashes.max(hold.crashes)),
         maybe_sent: row.bool(6)? || takeover,
         target: row.opt_text(7)?,
         active_key: row.opt_text(8)?,

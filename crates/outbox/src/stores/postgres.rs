@@ -15,7 +15,7 @@ use tokio_postgres::{Client, Config, Statement};
 use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, rerun, settle_by_parts, without_password};
 use crate::cold;
-use crate::error::{Effect, Error, Kind, Result};
+use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::Lease;
 use crate::message::{Message, cut_error, parse_headers};
@@ -129,17 +129,7 @@ pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
     let Some(db) = error.as_db_error() else {
         return Error::new(Kind::Unreachable, format!("PostgreSQL: {}", chain(error)));
     };
-    let kind = match db.code().code() {
-        "40001" | "40P01" | "55P03" => Kind::Busy,
-        "25006" | "25P03" => Kind::Unavailable,
-        "57014" => Kind::Timeout,
-        "23505" => Kind::Conflict,
-        "22023" => Kind::Invalid,
-        "42P01" | "42703" | "42883" => Kind::Schema,
-        code if code.starts_with("08") || code.starts_with("57P") || code.starts_with("28") || code == "3D000" => Kind::Unreachable,
-        code if code.starts_with("53") => Kind::Unavailable,
-        _ => Kind::Database,
-    };
+    let kind = postgres_kind(db.code().code());
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
     Error::new(kind, format!("PostgreSQL: {} ({}){advice}", db.message(), db.code().code()))
 }
@@ -376,7 +366,7 @@ const CLAIMED: &str = "o.id, o.shard_id, o.due_at, o.lease_until, o.lease_token,
                        o.payload, o.content_type, o.headers, o.payload_sha, o.correlation_id, o.created_at, o.deliver_before, c.previous";
 
 /// The claim, as text: also what the EXPLAIN test looks at. $1 lane, $2 shard, $3 owner, $4 limit, $5 lease in
-/// microseconds, $6/$7 mark, $8 ids.
+/// microseconds, $6/$7 mark, $8 ids, $9 the most crashes counted.
 #[doc(hidden)]
 pub fn claim_sql(from: &From, now: &str) -> String {
     let free = format!("(lease_until IS NULL OR lease_until < (SELECT {now}))");
@@ -403,7 +393,7 @@ pub fn claim_sql(from: &From, now: &str) -> String {
              SELECT id, lease_token + 1, 'takeover', attempts, previous, {now} FROM c WHERE previous <> $3)
          UPDATE outbox o SET lease_token = o.lease_token + 1, locked_by = $3, locked_at = {now},
                 lease_until = {now} + $5::bigint * INTERVAL '1 microsecond', updated_at = {now},
-                crashes = o.crashes + CASE WHEN o.locked_by <> $3 THEN 1 ELSE 0 END,
+                crashes = GREATEST(o.crashes, LEAST(o.crashes + CASE WHEN o.locked_by <> $3 THEN 1 ELSE 0 END, $9)),
                 maybe_sent = o.maybe_sent OR coalesce(o.locked_by <> $3, FALSE)
          FROM c WHERE o.id = c.id AND {again}
          RETURNING {CLAIMED}"
@@ -488,8 +478,9 @@ impl Store for PostgresStore {
         let mark = mark.unwrap_or_default();
         let (shard, limit, lease) = (claim.shard as i32, i64::from(claim.limit), micros_of(claim.lease));
         let sql = claim_sql(&claim.from, &self.now());
-        let params: [&(dyn ToSql + Sync); 8] =
-            [&claim.lane, &shard, &claim.owner, &limit, &lease, &mark.due_at, &mark.id, &ids];
+        let max_crashes = claim.max_crashes as i32;
+        let params: [&(dyn ToSql + Sync); 9] =
+            [&claim.lane, &shard, &claim.owner, &limit, &lease, &mark.due_at, &mark.id, &ids, &max_crashes];
         let (rows, now) = self.one(&sql, &params).await?;
         let mut messages =
             rows.iter().map(|row| message_of(row, claim)).collect::<Result<Vec<_>, _>>().map_err(|e| classify(&e))?;

@@ -8,12 +8,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use rusqlite::types::{ToSqlOutput, ValueRef};
-use rusqlite::{Connection, ErrorCode, OpenFlags};
+use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
 use super::{Options, Skew};
 use crate::cold;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, sqlite_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, parse_headers};
@@ -46,8 +46,16 @@ impl SqliteStore {
     /// `sqlite://file.db`, `sqlite:///absolute/file.db` or `sqlite::memory:`.
     pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         check_library(rusqlite::version_number())?;
-        let skew = Arc::new(Skew::default());
-        let path = file_of(url)?;
+        Self::open_with(file_of(url)?, Arc::default(), lanes, options)
+    }
+
+    /// In memory, with a clock that moves only when it is told to: for simulators.
+    #[doc(hidden)]
+    pub fn simulated(start: Timestamp, lanes: Arc<Lanes>) -> Result<Self> {
+        Self::open_with(None, Arc::new(Skew::frozen_at(start)), lanes, Options::default())
+    }
+
+    fn open_with(path: Option<PathBuf>, skew: Arc<Skew>, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         let write = connect(path.as_ref(), &skew, false)?;
         let writer = serve("postrider-sqlite-writer", write, true)?;
         let reader = match &path {
@@ -199,7 +207,7 @@ pub struct SqliteTx {
 
 impl SqliteTx {
     fn now_moment(&self) -> Timestamp {
-        Timestamp::from_micros(crate::clock::wall().micros() + self.skew.micros())
+        self.skew.now()
     }
 
     fn batch(&self, sql: &str) -> Result<()> {
@@ -293,14 +301,8 @@ pub(crate) fn on_connection<R>(connection: &Connection, work: impl AsyncFnOnce(&
 }
 
 fn classify(error: &rusqlite::Error) -> Error {
-    let kind = match error.sqlite_error_code() {
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => Kind::Busy,
-        Some(ErrorCode::ReadOnly | ErrorCode::DiskFull) => Kind::Unavailable,
-        Some(ErrorCode::CannotOpen | ErrorCode::SystemIoFailure | ErrorCode::NotADatabase) => Kind::Unreachable,
-        Some(ErrorCode::ConstraintViolation) => Kind::Conflict,
-        _ if error.to_string().starts_with("no such table") => Kind::Schema,
-        _ => Kind::Database,
-    };
+    let code = error.sqlite_error().map_or(1, |e| e.extended_code);
+    let kind = sqlite_kind(code, &error.to_string());
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
     Error::new(kind, format!("SQLite: {error}{advice}"))
 }
@@ -388,7 +390,7 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
         lease_until,
         lease_token: hold.mint(),
         attempts: row.get(4)?,
-        crashes: hold.suspicion(&claim.owner),
+        crashes: hold.suspicion(&claim.owner).min(claim.max_crashes.max(hold.crashes)),
         maybe_sent: row.get::<_, bool>(6)? || takeover,
         target: text(7)?,
         active_key: text(8)?,

@@ -176,6 +176,13 @@ struct Shard {
     found: Vec<i64>,
 }
 
+impl Shard {
+    /// What an earlier step found is claimed first.
+    fn may_walk(&self) -> bool {
+        !self.walk.busy && self.mark.is_some() && self.found.is_empty()
+    }
+}
+
 /// Waits between tries at a database in trouble.
 #[derive(Debug, Default)]
 struct Trouble {
@@ -346,7 +353,7 @@ impl Core {
             self.start_deliveries(lane, now);
             self.check_dedup(lane);
             self.flush_verdicts(lane, now);
-            self.flush_give_back(lane);
+            self.flush_give_back(lane, now);
             self.renew(lane, now);
             self.claim(lane, now);
             self.walk(lane, now);
@@ -372,15 +379,17 @@ impl Core {
                 at(lane.renew_at);
             }
             if self.phase == Phase::Running {
-                if lane.claiming.is_none() && self.capacity(lane) > 0 {
+                if self.may_claim(lane) {
                     at(lane.next_poll.max(lane.claim_trouble.until));
                 }
-                for shard in lane.shards.iter().filter(|s| !s.walk.busy && s.mark.is_some()) {
+                for shard in lane.shards.iter().filter(|s| s.may_walk()) {
                     at(shard.walk.next_at.max(lane.claim_trouble.until));
                 }
             }
         }
-        if let Some(suspect) = self.suspects.values().map(|s| s.since).min() {
+        if self.apart == Apart::No
+            && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
+        {
             at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until));
         }
         next.max(now)
@@ -420,18 +429,23 @@ impl Core {
         (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len()).min(s.batch)
     }
 
-    fn claim(&mut self, index: usize, now: Tick) {
-        let idle = self.held.is_empty();
-        let lane = &self.lanes[index];
-        if self.phase != Phase::Running || self.apart != Apart::No || lane.claiming.is_some() || now < lane.claim_trouble.until {
-            return;
-        }
+    fn may_claim(&self, lane: &Lane) -> bool {
         let capacity = self.capacity(lane);
         // One row at a time would cost a transaction each: wait until a fair part is free.
         let enough = lane.settings.prefetch().div_ceil(2).min(lane.settings.batch);
-        if capacity == 0 || (capacity < enough && lane.running > 0 && !idle) {
+        self.phase == Phase::Running
+            && self.apart == Apart::No
+            && lane.claiming.is_none()
+            && capacity > 0
+            && (capacity >= enough || lane.running == 0)
+    }
+
+    fn claim(&mut self, index: usize, now: Tick) {
+        let lane = &self.lanes[index];
+        if !self.may_claim(lane) || now < lane.claim_trouble.until {
             return;
         }
+        let capacity = self.capacity(lane);
         let poll_due = now >= lane.next_poll;
         let shards = lane.shards.len();
         let wants = |s: &Shard| s.hungry || s.adopt || poll_due || !s.found.is_empty();
@@ -468,6 +482,7 @@ impl Core {
             limit,
             lease: lane.settings.lease,
             owner: self.owner.clone(),
+            max_crashes: lane.settings.budgets.max_crashes,
             from,
         };
         let from_mark = !matches!(claim.from, From::Ids(_));
@@ -568,7 +583,7 @@ impl Core {
         }
         for shard in 0..self.lanes[index].shards.len() {
             let place = &self.lanes[index].shards[shard];
-            if place.walk.busy || place.mark.is_none() || now < place.walk.next_at || !place.found.is_empty() {
+            if !place.may_walk() || now < place.walk.next_at {
                 continue;
             }
             let (id, after, dry) = (place.id, place.walk.cursor, place.dry);
@@ -862,9 +877,9 @@ impl Core {
         }
     }
 
-    fn flush_give_back(&mut self, index: usize) {
+    fn flush_give_back(&mut self, index: usize, now: Tick) {
         let lane = &mut self.lanes[index];
-        if lane.giving_back > 0 || lane.give_back.is_empty() {
+        if lane.giving_back > 0 || lane.give_back.is_empty() || now < lane.settle_trouble.until {
             return;
         }
         let mut groups: BTreeMap<(Duration, Option<String>), Vec<Lease>> = BTreeMap::new();
