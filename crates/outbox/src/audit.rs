@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::error::Result;
 use crate::lanes::Winner;
 use crate::lease::Lease;
-use crate::message::{hex, sha256};
+use crate::message::{cut_error, hex, sha256};
 use crate::outcome::{FlushCode, Settlement, Verdict};
 use crate::tx::{Dialect, Row, Tx, Value};
 
@@ -51,7 +51,7 @@ pub(crate) async fn outcomes(
 ) -> Result<()> {
     for (winner, entry) in winners.iter().zip(entries) {
         let result_ref = match &winner.verdict {
-            Verdict::Sent { result_ref, .. } => result_ref.as_deref(),
+            Verdict::Sent { result_ref, .. } => result_ref.as_deref().map(cut_error),
             _ => None,
         };
         let payload_sha = hex(&sha256(&winner.payload));

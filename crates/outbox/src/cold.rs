@@ -6,18 +6,18 @@ use std::time::Duration;
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
-use crate::message::{Sha, hex};
+use crate::message::{Sha, cut_code, hex};
 use crate::settle::{by_id, for_update, in_ids};
 use crate::store::{Attempt, Filter, LaneStats, Prune, Pruned, Requeued, Shown, Status};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Dialect, Row, Tx, Value};
 
-/// A lease whose `keep` test passes under its row's lock.
+/// The leases whose `keep` test passes under their rows' locks.
 async fn lock_held(
     tx: &mut (dyn Tx + Send),
     leases: &[Lease],
     keep: impl Fn(&Hold, i64, Timestamp) -> bool + Send,
-) -> Result<Vec<i64>> {
+) -> Result<Vec<Lease>> {
     let mut ids: Vec<i64> = leases.iter().map(|l| l.id).collect();
     ids.sort_unstable();
     let dialect = tx.dialect();
@@ -34,11 +34,13 @@ async fn lock_held(
         let (id, now) = (row.int(0)?, row.time(4)?);
         let hold =
             Hold { token: row.int(1)?, locked_by: row.opt_text(2)?, lease_until: row.opt_time(3)?, ..Hold::default() };
-        if leases.iter().any(|l| l.id == id && keep(&hold, l.token, now)) {
-            held.push(id);
-        }
+        held.extend(leases.iter().find(|l| l.id == id && keep(&hold, l.token, now)));
     }
     Ok(held)
+}
+
+fn ids_of(leases: &[Lease]) -> Vec<i64> {
+    leases.iter().map(|l| l.id).collect()
 }
 
 pub(crate) async fn renew(
@@ -51,10 +53,10 @@ pub(crate) async fn renew(
     if !held.is_empty() {
         let mut params = Vec::new();
         let until = tx.now().plus(micros_of(lease), &mut params);
-        let list = in_ids(tx.dialect(), &held, &mut params);
+        let list = in_ids(tx.dialect(), &ids_of(&held), &mut params);
         tx.execute(&format!("UPDATE outbox SET lease_until = {until} WHERE id {list}"), &params).await?;
     }
-    Ok(leases.iter().map(|l| held.contains(&l.id)).collect())
+    Ok(leases.iter().map(|l| held.contains(l)).collect())
 }
 
 pub(crate) async fn defer(
@@ -70,14 +72,14 @@ pub(crate) async fn defer(
         let due = tx.now().plus(micros_of(delay), &mut params);
         let now = tx.now().plus(0, &mut params);
         let why = if code.is_some() { ", last_error_code = ?" } else { "" };
-        params.extend(code.map(Value::from));
-        let list = in_ids(tx.dialect(), &held, &mut params);
+        params.extend(code.map(|code| cut_code(code).into()));
+        let list = in_ids(tx.dialect(), &ids_of(&held), &mut params);
         let sql = format!(
             "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why} WHERE id {list}"
         );
         tx.execute(&sql, &params).await?;
     }
-    Ok(leases.iter().map(|l| held.contains(&l.id)).collect())
+    Ok(leases.iter().map(|l| held.contains(l)).collect())
 }
 
 pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[String]) -> Result<u64> {
@@ -276,10 +278,11 @@ pub(crate) async fn check_dedup(
 pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> Result<()> {
     for (lane, rules) in lanes.iter() {
         let known = tx.query("SELECT shards, max_payload_bytes, key_ttl_sec, owned_by FROM outbox_lanes WHERE lane = ?", &[lane.into()]).await?;
+        let key_ttl_sec = micros_of(rules.key_ttl) / 1_000_000;
         let wanted: [Value; 4] = [
             rules.shards.into(),
             (rules.max_payload_bytes as i64).into(),
-            (rules.key_ttl.as_secs() as i64).into(),
+            key_ttl_sec.into(),
             rules.owned_by.into(),
         ];
         let Some(row) = known.first() else {
@@ -311,7 +314,7 @@ pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> R
         }
         let same = before == i64::from(rules.shards)
             && row.int(1)? == rules.max_payload_bytes as i64
-            && row.int(2)? == rules.key_ttl.as_secs() as i64
+            && row.int(2)? == key_ttl_sec
             && row.opt_text(3)?.as_deref() == rules.owned_by;
         if !same {
             let mut params: Vec<Value> = wanted.into();

@@ -4,7 +4,7 @@
 //! Keys first, then the message: whoever comes second with the same key waits for the first one's transaction at the
 //! unique index and then sees its answer. Keys are taken in sorted order, so two batches cannot deadlock on them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
@@ -13,7 +13,8 @@ use crate::time::micros_of;
 use crate::tx::{Dialect, Row, Tx, Value};
 
 /// Rows of one multi-row statement; also bounded by bytes, for MySQL's `max_allowed_packet`.
-const CHUNK_ROWS: usize = 500;
+const CHUNK_ROWS: usize = 1000;
+const SQLITE_ROWS: usize = 8;
 const CHUNK_BYTES: usize = 4 << 20;
 /// A holder of an active key that ends between our two looks makes us look again; more often than this is a bug.
 const LOOKS: usize = 16;
@@ -49,22 +50,17 @@ pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewM
     let mut one_by_one: Vec<usize> = (0..messages.len()).filter(|&i| messages[i].active_key.is_some()).collect();
     let mut keyed: Vec<usize> =
         (0..messages.len()).filter(|&i| messages[i].key.is_some() && messages[i].active_key.is_none()).collect();
-    keyed.sort_by_key(|&i| (&messages[i].lane, &messages[i].key, i));
+    let name = |i: usize| (messages[i].lane.as_str(), messages[i].key.as_deref());
+    // A key given twice in one batch: the second finds the first.
+    let mut names: HashSet<_> = one_by_one.iter().map(|&i| name(i)).collect();
+    keyed.retain(|&i| names.insert(name(i)) || { one_by_one.push(i); false });
     if tx.dialect() == Dialect::Sqlite {
-        one_by_one.append(&mut keyed); // no round trips to save
+        for &i in &keyed {
+            answers[i] = Some(enqueue_one(tx, &prepared[i]).await?); // no round trips to save
+        }
     } else {
-        // A key given twice in one batch: the second finds the first.
-        let same = |a: &usize, b: &usize| (&messages[*a].lane, &messages[*a].key) == (&messages[*b].lane, &messages[*b].key);
-        let mut first: Vec<usize> = Vec::with_capacity(keyed.len());
-        for i in keyed {
-            match first.last() {
-                Some(last) if same(last, &i) => one_by_one.push(i),
-                _ => first.push(i),
-            }
-        }
-        for chunk in first.chunks(CHUNK_ROWS) {
-            one_by_one.extend(enqueue_new_keys(tx, &prepared, chunk, &mut answers).await?);
-        }
+        keyed.sort_by_key(|&i| name(i));
+        one_by_one.extend(enqueue_new_keys(tx, &prepared, &keyed, &mut answers).await?);
     }
     one_by_one.sort_by_key(|&i| (&messages[i].lane, &messages[i].key, i));
     for i in one_by_one {
@@ -78,17 +74,9 @@ fn key_column(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Mysql { "`key`" } else { "key" }
 }
 
-/// Enqueues those of `chunk` whose key nobody has; answers with the others.
-async fn enqueue_new_keys<T: Tx + ?Sized>(
-    tx: &mut T,
-    prepared: &[Prepared<'_>],
-    chunk: &[usize],
-    answers: &mut [Option<Entry>],
-) -> Result<Vec<usize>> {
-    let key = |i: usize| prepared[i].message.key.clone().unwrap_or_default();
-    let by_key: HashMap<(&str, String), usize> =
-        chunk.iter().map(|&i| ((prepared[i].message.lane.as_str(), key(i)), i)).collect();
-    let taken: Vec<Row> = if tx.dialect() == Dialect::Postgres {
+/// Takes those of the keys that nobody has; answers rows of (lane, key, id).
+async fn take_new_keys<T: Tx + ?Sized>(tx: &mut T, prepared: &[Prepared<'_>], chunk: &[usize]) -> Result<Vec<Row>> {
+    if tx.dialect() == Dialect::Postgres {
         let crate::tx::Now::Expression(now) = tx.now() else { return Err(Error::database("no clock")) };
         let sql = format!(
             "INSERT INTO outbox_keys (lane, key, outbox_id, digest, expires_at)
@@ -102,7 +90,7 @@ async fn enqueue_new_keys<T: Tx + ?Sized>(
             Value::Blobs(chunk.iter().map(|&i| Some(digest(&prepared[i]).to_vec().into())).collect()),
             Value::Ints(chunk.iter().map(|&i| prepared[i].key_ttl_micros).collect()),
         ];
-        tx.query(&sql, &params).await?
+        tx.query(&sql, &params).await
     } else {
         let mut params = Vec::with_capacity(chunk.len() * 4);
         let mut rows = Vec::with_capacity(chunk.len());
@@ -114,13 +102,29 @@ async fn enqueue_new_keys<T: Tx + ?Sized>(
         }
         let sql = format!("INSERT IGNORE INTO outbox_keys (lane, `key`, outbox_id, digest, expires_at) VALUES {}", rows.join(", "));
         tx.execute(&sql, &params).await?;
-        // A row of ours has no id yet; one of another transaction would have made us wait until it had.
+        // A row of ours has no id yet, and nobody else's without one can be seen. Not a locking read: it would go by the
+        // index on ids and wait for all others that have none yet.
         let pairs = vec!["(lane = ? AND `key` = ?)"; chunk.len()].join(" OR ");
-        let sql = format!("SELECT lane, `key`, outbox_id FROM outbox_keys WHERE outbox_id = 0 AND ({pairs}) LOCK IN SHARE MODE");
-        let params: Vec<Value> =
-            chunk.iter().flat_map(|&i| [prepared[i].message.lane.as_str().into(), key(i).into()]).collect();
-        tx.query(&sql, &params).await?
-    };
+        let sql = format!("SELECT lane, `key`, outbox_id FROM outbox_keys WHERE outbox_id = 0 AND ({pairs})");
+        let names = |&i: &usize| [prepared[i].message.lane.as_str().into(), prepared[i].message.key.clone().into()];
+        tx.query(&sql, &chunk.iter().flat_map(names).collect::<Vec<Value>>()).await
+    }
+}
+
+/// Enqueues those whose key nobody has, in the order of the messages; answers with the others.
+async fn enqueue_new_keys<T: Tx + ?Sized>(
+    tx: &mut T,
+    prepared: &[Prepared<'_>],
+    keyed: &[usize],
+    answers: &mut [Option<Entry>],
+) -> Result<Vec<usize>> {
+    let key = |i: usize| prepared[i].message.key.clone().unwrap_or_default();
+    let by_key: HashMap<(&str, String), usize> =
+        keyed.iter().map(|&i| ((prepared[i].message.lane.as_str(), key(i)), i)).collect();
+    let mut taken = Vec::with_capacity(keyed.len());
+    for chunk in keyed.chunks(CHUNK_ROWS) {
+        taken.extend(take_new_keys(tx, prepared, chunk).await?);
+    }
     let mut new: Vec<(usize, i64)> = Vec::with_capacity(taken.len());
     for row in &taken {
         let (lane, key) = (row.text(0)?, row.text(1)?);
@@ -148,8 +152,8 @@ async fn enqueue_new_keys<T: Tx + ?Sized>(
             tx.execute(&sql, &params).await?;
         }
     }
-    let done: std::collections::HashSet<usize> = indexes.into_iter().collect();
-    Ok(chunk.iter().copied().filter(|i| !done.contains(i)).collect())
+    let done: HashSet<usize> = indexes.into_iter().collect();
+    Ok(keyed.iter().copied().filter(|i| !done.contains(i)).collect())
 }
 
 fn digest(p: &Prepared<'_>) -> Sha {
@@ -237,7 +241,10 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     let Some(row) = held.into_iter().next() else { return Ok(KeyTaken::Vanished) };
     let id = row.int(0)?;
     let expired = row.bool(3)?;
-    if !expired || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[id.into()]).await?.is_empty() {
+    // Under REPEATABLE READ a plain read would look into the past.
+    let lock = if dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
+    let live = format!("SELECT 1 FROM outbox WHERE id = ?{lock}");
+    if !expired || !tx.query(&live, &[id.into()]).await?.is_empty() {
         let outcome = if row.bytes(1)? == digest.as_slice() { Enqueued::Exists } else { Enqueued::Differs };
         return Ok(KeyTaken::Held(Entry { id, outcome }));
     }
@@ -278,57 +285,66 @@ async fn restore_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>, row: &Row) ->
     Ok(())
 }
 
-const COLUMNS: &str = "lane, shard_id, target, active_key, payload, content_type, headers, payload_sha, correlation_id, \
-                       deliver_before, created_at, updated_at, due_at";
-
-/// The row's own values, in the order of `COLUMNS` up to `deliver_before`.
-fn own_values(p: &Prepared<'_>) -> [Value; 10] {
-    let m = p.message;
-    [
-        m.lane.as_str().into(),
-        p.shard.into(),
-        m.target.clone().into(),
-        m.active_key.clone().into(),
-        m.payload.clone().into(),
-        m.content_type.clone().into(),
-        m.headers_json().into(),
-        p.sha.as_slice().into(),
-        m.correlation_id.clone().into(),
-        m.deliver_before.into(),
-    ]
+/// A column of a new row: its name, its type in PostgreSQL, its value.
+struct Column {
+    name: &'static str,
+    pg_type: &'static str,
+    value: fn(&Prepared<'_>) -> Value,
 }
 
-/// `(?, …, now, now, now + delay)` with its values.
-fn values_row<T: Tx + ?Sized>(tx: &T, p: &Prepared<'_>, params: &mut Vec<Value>) -> String {
-    let now = tx.now();
-    params.extend(own_values(p));
-    let created = now.plus(0, params);
-    let updated = now.plus(0, params);
-    let due = match (tx.dialect(), micros_of(p.message.delay)) {
-        // Bound even when zero: all rows of a multi-row statement then have the same shape.
-        (Dialect::Mysql, micros) => {
-            params.push(micros.into());
-            format!("{created} + INTERVAL ? MICROSECOND")
-        }
-        (_, micros) => now.plus(micros, params),
-    };
-    format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {created}, {updated}, {due})")
+/// All of a new row but id and times.
+const COLUMNS: [Column; 10] = [
+    Column { name: "lane", pg_type: "text", value: |p| p.message.lane.as_str().into() },
+    Column { name: "shard_id", pg_type: "bigint", value: |p| p.shard.into() },
+    Column { name: "target", pg_type: "text", value: |p| p.message.target.clone().into() },
+    Column { name: "active_key", pg_type: "text", value: |p| p.message.active_key.clone().into() },
+    Column { name: "payload", pg_type: "bytea", value: |p| p.message.payload.clone().into() },
+    Column { name: "content_type", pg_type: "text", value: |p| p.message.content_type.clone().into() },
+    Column { name: "headers", pg_type: "text", value: |p| p.message.headers_json().into() },
+    Column { name: "payload_sha", pg_type: "bytea", value: |p| p.sha.as_slice().into() },
+    Column { name: "correlation_id", pg_type: "text", value: |p| p.message.correlation_id.clone().into() },
+    Column { name: "deliver_before", pg_type: "timestamptz", value: |p| p.message.deliver_before.into() },
+];
+
+/// The columns these rows have something in; the others stay NULL by themselves.
+fn used_columns(rows: &[&Prepared<'_>]) -> Vec<&'static Column> {
+    COLUMNS.iter().filter(|column| rows.iter().any(|p| (column.value)(p) != Value::Null)).collect()
+}
+
+/// `INSERT … (columns, created_at, updated_at, due_at) VALUES (…), (…)` without what follows, and its values.
+fn insert_values<T: Tx + ?Sized>(tx: &T, verb: &str, rows: &[&Prepared<'_>], params: &mut Vec<Value>) -> String {
+    let (columns, now) = (used_columns(rows), tx.now());
+    let names: Vec<&str> = columns.iter().map(|column| column.name).collect();
+    let marks = "?, ".repeat(columns.len());
+    let mut values = Vec::with_capacity(rows.len());
+    for p in rows {
+        params.extend(columns.iter().map(|column| (column.value)(p)));
+        let created = now.plus(0, params);
+        let updated = now.plus(0, params);
+        let due = match (tx.dialect(), micros_of(p.message.delay)) {
+            // Bound even when zero: all rows of a multi-row statement then have the same shape.
+            (Dialect::Mysql, micros) => {
+                params.push(micros.into());
+                format!("{created} + INTERVAL ? MICROSECOND")
+            }
+            (_, micros) => now.plus(micros, params),
+        };
+        values.push(format!("({marks}{created}, {updated}, {due})"));
+    }
+    format!("{verb} INTO outbox ({}, created_at, updated_at, due_at) VALUES {}", names.join(", "), values.join(", "))
 }
 
 async fn insert_unless_active<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Option<i64>> {
     let mut params = Vec::with_capacity(14);
-    let values = values_row(tx, p, &mut params);
     if tx.dialect() == Dialect::Mysql {
-        let sql = format!("INSERT IGNORE INTO outbox ({COLUMNS}) VALUES {values}");
+        let sql = insert_values(tx, "INSERT IGNORE", &[p], &mut params);
         if tx.execute(&sql, &params).await? == 0 {
             return Ok(None);
         }
         return Ok(Some(last_insert_id(tx).await?.0));
     }
-    let sql = format!(
-        "INSERT INTO outbox ({COLUMNS}) VALUES {values}
-         ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING RETURNING id"
-    );
+    let mut sql = insert_values(tx, "INSERT", &[p], &mut params);
+    sql.push_str(" ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING RETURNING id");
     tx.query(&sql, &params).await?.first().map(|row| row.int(0)).transpose()
 }
 
@@ -373,20 +389,23 @@ async fn insert_in_chunks<T: Tx + ?Sized>(
 async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[i64]) -> Result<Vec<i64>> {
     match tx.dialect() {
         Dialect::Sqlite => {
+            // Few rows a statement: SQLite has no round trip to save, and the statement stays prepared.
             let mut new = Vec::with_capacity(rows.len());
-            for p in rows {
-                let mut params = Vec::with_capacity(13);
-                let values = values_row(tx, p, &mut params);
-                let sql = format!("INSERT INTO outbox ({COLUMNS}) VALUES {values} RETURNING id");
-                let row = tx.query(&sql, &params).await?;
-                new.push(row.first().ok_or_else(|| Error::database("the insert gave no id"))?.int(0)?);
+            let mut params = Vec::with_capacity(13 * SQLITE_ROWS);
+            for part in rows.chunks(SQLITE_ROWS) {
+                params.clear();
+                let mut sql = insert_values(tx, "INSERT", part, &mut params);
+                sql.push_str(" RETURNING id");
+                for row in tx.query(&sql, &params).await? {
+                    new.push(row.int(0)?);
+                }
             }
+            new.sort_unstable(); // handed out in order; RETURNING promises none
             Ok(new)
         }
         Dialect::Mysql => {
             let mut params = Vec::with_capacity(rows.len() * 11);
-            let values: Vec<String> = rows.iter().map(|p| values_row(tx, p, &mut params)).collect();
-            let sql = format!("INSERT INTO outbox ({COLUMNS}) VALUES {}", values.join(", "));
+            let sql = insert_values(tx, "INSERT", rows, &mut params);
             let inserted = tx.execute(&sql, &params).await?;
             // The number of rows is known in advance, so InnoDB hands out consecutive ids in every lock mode.
             let (first, step) = last_insert_id(tx).await?;
@@ -396,42 +415,63 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
     }
 }
 
+/// One statement over arrays; a column that is the same in every row is bound once.
 async fn insert_rows_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[i64]) -> Result<Vec<i64>> {
     let crate::tx::Now::Expression(now) = tx.now() else { return Err(Error::database("no clock")) };
+    let columns = used_columns(rows);
+    let (mut names, mut chosen, mut arrays, mut sources) = (vec!["id"], vec![], vec![], vec![]);
+    let mut params: Vec<Value> = Vec::with_capacity(columns.len() + 2);
     // The sequence is read row by row in the order of the arrays, so sorted ids are in that order.
-    let id = if ids.is_empty() { "nextval('outbox_id_seq')" } else { "given" };
+    chosen.push(if ids.is_empty() { "nextval('outbox_id_seq')".to_owned() } else { "given".to_owned() });
+    for column in columns {
+        let first = (column.value)(rows[0]);
+        let uniform = column.name != "payload" && rows.iter().all(|p| (column.value)(p) == first);
+        params.push(if uniform { first } else { array(rows, column) });
+        names.push(column.name);
+        if uniform {
+            chosen.push(format!("${}::{}", params.len(), column.pg_type));
+        } else {
+            chosen.push(column.name.to_owned());
+            arrays.push(format!("${}::{}[]", params.len(), column.pg_type));
+            sources.push(column.name);
+        }
+    }
+    let first = micros_of(rows[0].message.delay);
+    let due = if rows.iter().all(|p| micros_of(p.message.delay) == first) {
+        params.push(Value::Int(first));
+        format!("${}::bigint", params.len())
+    } else {
+        params.push(Value::Ints(rows.iter().map(|p| micros_of(p.message.delay)).collect()));
+        arrays.push(format!("${}::bigint[]", params.len()));
+        sources.push("delay");
+        "delay".to_owned()
+    };
+    if !ids.is_empty() {
+        params.push(Value::Ints(ids.to_vec()));
+        arrays.push(format!("${}::bigint[]", params.len()));
+        sources.push("given");
+    }
     let sql = format!(
-        "INSERT INTO outbox (id, {COLUMNS})
-         SELECT {id}, lane, shard::int, target, active_key, payload, content_type, headers, sha, correlation,
-                deliver_before, {now}, {now}, {now} + delay * INTERVAL '1 microsecond'
-         FROM unnest($1::text[], $2::bigint[], $3::text[], $4::text[], $5::bytea[], $6::text[], $7::text[],
-                     $8::bytea[], $9::text[], $10::timestamptz[], $11::bigint[], $12::bigint[])
-              AS t(lane, shard, target, active_key, payload, content_type, headers, sha, correlation,
-                   deliver_before, delay, given)
-         RETURNING id"
+        "INSERT INTO outbox ({}, created_at, updated_at, due_at)
+         SELECT {}, {now}, {now}, {now} + {due} * INTERVAL '1 microsecond' FROM unnest({}) AS t({}) RETURNING id",
+        names.join(", "),
+        chosen.join(", "),
+        arrays.join(", "),
+        sources.join(", ")
     );
-    let texts = |pick: fn(&NewMessage) -> Option<String>| Value::Texts(rows.iter().map(|p| pick(p.message)).collect());
-    let given = if ids.is_empty() { vec![0; rows.len()] } else { ids.to_vec() };
-    let params = [
-        texts(|m| Some(m.lane.clone())),
-        Value::Ints(rows.iter().map(|p| i64::from(p.shard)).collect()),
-        texts(|m| m.target.clone()),
-        texts(|m| m.active_key.clone()),
-        Value::Blobs(rows.iter().map(|p| Some(p.message.payload.clone())).collect()),
-        texts(|m| m.content_type.clone()),
-        texts(|m| m.headers_json()),
-        Value::Blobs(rows.iter().map(|p| Some(p.sha.to_vec().into())).collect()),
-        texts(|m| m.correlation_id.clone()),
-        Value::Times(rows.iter().map(|p| p.message.deliver_before).collect()),
-        Value::Ints(rows.iter().map(|p| micros_of(p.message.delay)).collect()),
-        Value::Ints(given),
-    ];
     let answer = tx.query(&sql, &params).await?;
     let mut new = answer.iter().map(|row| row.int(0)).collect::<Result<Vec<i64>>>()?;
-    if ids.is_empty() {
-        new.sort_unstable();
-        Ok(new)
-    } else {
-        Ok(ids.to_vec())
+    new.sort_unstable();
+    Ok(if ids.is_empty() { new } else { ids.to_vec() })
+}
+
+/// One column of all rows.
+fn array(rows: &[&Prepared<'_>], column: &Column) -> Value {
+    let values = rows.iter().map(|p| (column.value)(p));
+    match column.pg_type {
+        "bytea" => Value::Blobs(values.map(|v| if let Value::Bytes(b) = v { Some(b) } else { None }).collect()),
+        "bigint" => Value::Ints(values.map(|v| if let Value::Int(n) = v { n } else { 0 }).collect()),
+        "timestamptz" => Value::Times(values.map(|v| if let Value::Time(t) = v { Some(t) } else { None }).collect()),
+        _ => Value::Texts(values.map(|v| if let Value::Text(t) = v { Some(t) } else { None }).collect()),
     }
 }

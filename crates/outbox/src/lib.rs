@@ -4,12 +4,16 @@
 //! delivers it through a [`Courier`] at least once and records exactly one outcome. Read [`store`] and [`lease`] to know
 //! the protocol.
 
+// A build with one store, or with none (then it only enqueues, through sqlx), leaves some helpers unused.
+#![cfg_attr(not(all(feature = "sqlite", feature = "postgres", feature = "mysql")), allow(dead_code))]
+
 pub mod backoff;
 pub mod clock;
 pub mod couriers;
 pub mod decide;
 pub mod enqueue;
 pub mod error;
+pub mod inbox;
 pub mod lanes;
 pub mod lease;
 pub mod message;
@@ -29,6 +33,7 @@ mod settle;
 
 pub use courier::{Courier, FnCourier, courier};
 pub use error::{Error, Result};
+pub use inbox::Inbox;
 pub use lanes::{LaneRules, Lanes, OnSettled, Winner};
 pub use message::{Enqueued, Entry, Message, NewMessage};
 pub use outbox::{Outbox, Receipt};

@@ -22,6 +22,8 @@ pub const MAX_HEADERS_BYTES: usize = 16 * 1024;
 pub const MAX_DELAY: Duration = Duration::from_secs(3650 * 24 * 3600);
 /// Stored errors are cut to this many characters.
 pub const MAX_ERROR_CHARS: usize = 512;
+/// Stored error codes are cut to this many characters.
+pub const MAX_CODE_CHARS: usize = 100;
 
 /// A SHA-256 digest.
 pub type Sha = [u8; 32];
@@ -148,6 +150,10 @@ impl NewMessage {
         if self.delay > MAX_DELAY {
             return Err(Error::invalid("the delay is longer than ten years"));
         }
+        let storable = Timestamp::default()..=Timestamp::FAR_FUTURE;
+        if self.deliver_before.is_some_and(|limit| !storable.contains(&limit)) {
+            return Err(Error::invalid("deliver_before lies before 1970 or after 9999; leave it out instead"));
+        }
         check_text("key", self.key.as_deref(), MAX_KEY_BYTES)?;
         check_text("active key", self.active_key.as_deref(), MAX_KEY_BYTES)?;
         check_text("correlation id", self.correlation_id.as_deref(), MAX_KEY_BYTES)?;
@@ -188,7 +194,16 @@ pub fn check_lane_name(lane: &str) -> Result<()> {
 
 /// Cuts text for an error column.
 pub fn cut_error(text: &str) -> String {
-    text.chars().filter(|c| *c != '\0').take(MAX_ERROR_CHARS).collect()
+    cut(text, MAX_ERROR_CHARS)
+}
+
+/// Cuts text for the column of an error code.
+pub(crate) fn cut_code(text: &str) -> String {
+    cut(text, MAX_CODE_CHARS)
+}
+
+fn cut(text: &str, max_chars: usize) -> String {
+    text.chars().filter(|c| *c != '\0').take(max_chars).collect()
 }
 
 /// The answer of an enqueue.

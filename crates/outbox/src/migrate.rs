@@ -79,6 +79,12 @@ pub(crate) fn missing(applied: &[i64]) -> Result<Vec<&'static Migration>> {
     Ok(MIGRATIONS.iter().filter(|m| !applied.contains(&m.version)).collect())
 }
 
+/// The same, from rows of (version, steps). What was begun and not finished is missing, and too new is too new.
+pub(crate) fn missing_of(rows: &[(i64, i64)]) -> Result<Vec<&'static Migration>> {
+    missing(&rows.iter().map(|row| row.0).collect::<Vec<_>>())?;
+    missing(&rows.iter().filter(|row| row.1 >= 0).map(|row| row.0).collect::<Vec<_>>())
+}
+
 /// The names of what `migrate` would run, without changing anything.
 pub(crate) async fn pending(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
     let exists = match tx.dialect() {
@@ -91,13 +97,10 @@ pub(crate) async fn pending(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
     let mut applied = Vec::new();
     if tx.query(exists, &[]).await?.first().map(|r| r.int(0)).transpose()?.unwrap_or(0) > 0 {
         for row in tx.query("SELECT version, steps FROM postrider_migrations", &[]).await? {
-            if row.int(1)? < 0 {
-                continue; // begun and not finished
-            }
-            applied.push(row.int(0)?);
+            applied.push((row.int(0)?, row.int(1)?));
         }
     }
-    Ok(missing(&applied)?.iter().map(|m| m.name.to_owned()).collect())
+    Ok(missing_of(&applied)?.iter().map(|m| m.name.to_owned()).collect())
 }
 
 #[cfg(all(test, feature = "mysql"))]

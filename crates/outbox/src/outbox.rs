@@ -81,6 +81,17 @@ impl Outbox {
         self.store.migrate().await
     }
 
+    /// Tells the database the lanes' rules, for SQL clients; refuses what would strand live messages (fewer shards).
+    /// [`Outbox::migrate`] does this too.
+    pub async fn register_lanes(&self) -> Result<()> {
+        let lanes = self.lanes().clone();
+        transact(&*self.store, Mode::Write, move |tx| {
+            let lanes = lanes.clone();
+            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+        })
+        .await
+    }
+
     /// The migrations still missing; an error if the schema is newer than this binary.
     pub async fn pending_migrations(&self) -> Result<Vec<String>> {
         transact(&*self.store, Mode::Read, |tx| Box::pin(migrate::pending(tx))).await

@@ -7,7 +7,7 @@ use crate::audit;
 use crate::error::{Error, Result};
 use crate::lanes::{LaneRules, Winner};
 use crate::lease::Hold;
-use crate::message::cut_error;
+use crate::message::{cut_code, cut_error};
 use crate::outcome::{Certainty, Settled, Settlement, Verdict};
 use crate::time::micros_of;
 use crate::tx::{Dialect, Row, Tx, Value};
@@ -162,7 +162,7 @@ async fn record_retries(tx: &mut (dyn Tx + Send), won: &[&Settlement]) -> Result
         let mut params = Vec::with_capacity(6);
         let due = tx.now().plus(micros_of(*delay), &mut params);
         let now = tx.now().plus(0, &mut params);
-        params.extend([code.as_str().into(), cut_error(error).into(), entry.lease.id.into()]);
+        params.extend([cut_code(code).into(), cut_error(error).into(), entry.lease.id.into()]);
         let maybe_sent = certainty_sql(tx.dialect(), *certainty);
         let sql = format!(
             "UPDATE outbox SET due_at = {due}, updated_at = {now}, attempts = attempts + 1, crashes = 0, maybe_sent = {maybe_sent},
@@ -192,7 +192,7 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
                 insert_done(tx, &id, "sent", words, "attempts", "last_error_code, last_error", "maybe_sent", &[]).await?
             }
             Verdict::Dead { code, error, certainty, counted } => {
-                let words = [code.as_str().into(), cut_error(error).into()];
+                let words = [cut_code(code).into(), cut_error(error).into()];
                 let attempts = if *counted { "attempts + 1" } else { "attempts" };
                 let errors = if tx.dialect() == Dialect::Postgres { "?::text, ?::text" } else { "?, ?" };
                 let maybe_sent = certainty_sql(tx.dialect(), *certainty);
@@ -272,7 +272,7 @@ pub(crate) async fn record_attempt(
         token.into(),
         kind.into(),
         attempt.into(),
-        words.map(|w| w.0).into(),
+        words.map(|w| cut_code(w.0)).into(),
         words.map(|w| cut_error(w.1)).into(),
         worker.into(),
     ];

@@ -42,9 +42,12 @@ impl Timestamp {
     }
 }
 
-/// A duration as whole microseconds, saturating.
+/// As long as a time may be put off: whoever adds this to today stays before the year 10000, where databases end.
+const FOR_EVER: Duration = Duration::from_secs(7900 * 365 * 24 * 3600);
+
+/// A duration as whole microseconds; what is longer than databases can tell is for ever.
 pub(crate) fn micros_of(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+    duration.min(FOR_EVER).as_micros() as i64
 }
 
 impl fmt::Display for Timestamp {

@@ -158,8 +158,10 @@ pub enum Now {
 }
 
 impl Now {
-    /// SQL for now plus so many microseconds; binds what it needs.
+    /// SQL for now plus so many microseconds; binds what it needs. No farther back than a thousand years: MySQL's times
+    /// begin in the year 1000, and what lies before is no time to it but NULL.
     pub fn plus(&self, micros: i64, params: &mut Vec<Value>) -> String {
+        let micros = micros.max(-1000 * 365 * 24 * 3_600_000_000);
         match self {
             Now::Moment(now) => {
                 params.push(Value::Time(Timestamp::from_micros(now.micros().saturating_add(micros))));

@@ -1,4 +1,5 @@
 //! Postrider's proving ground: what the tests and benchmarks need around the product, and never inside it.
 
+pub mod receiver;
 pub mod servers;
 pub mod simulator;

@@ -18,6 +18,7 @@ body: BEGIN
     DECLARE v_old_id BIGINT;
     DECLARE v_old_digest BINARY(32);
     DECLARE v_old_expires DATETIME(6);
+    DECLARE v_live INT;
     DECLARE v_message VARCHAR(255);
     DECLARE CONTINUE HANDLER FOR NOT FOUND BEGIN END;
     SELECT shards, max_payload_bytes, key_ttl_sec, owned_by INTO v_shards, v_max, v_ttl, v_owner FROM outbox_lanes WHERE lane = p_lane;
@@ -50,7 +51,9 @@ body: BEGIN
                 SELECT outbox_id, digest, expires_at INTO v_old_id, v_old_digest, v_old_expires
                   FROM outbox_keys WHERE lane = p_lane AND `key` = p_key FOR UPDATE;
                 IF v_old_id IS NOT NULL THEN
-                    IF v_old_expires > UTC_TIMESTAMP(6) OR EXISTS (SELECT 1 FROM outbox WHERE id = v_old_id) THEN
+                    -- A locking read: under REPEATABLE READ a plain one would look into the past.
+                    SELECT COUNT(*) INTO v_live FROM outbox WHERE id = v_old_id LOCK IN SHARE MODE;
+                    IF v_old_expires > UTC_TIMESTAMP(6) OR v_live > 0 THEN
                         SET p_id = v_old_id, p_outcome = IF(v_old_digest = v_wanted, 'exists', 'differs');
                         LEAVE body;
                     END IF;

@@ -1,1 +1,597 @@
-//! Delivers by HTTP POST.
+//! Delivers by HTTP POST: one request per attempt, one deadline from the name look-up to the last byte read.
+//!
+//! The destination is not trusted: of its answer at most [`MAX_HEAD_BYTES`] of headers and [`MAX_BODY_BYTES`] of body are
+//! read, nothing is decompressed, no redirect is followed, and nothing is sent twice without an outcome in between.
+
+use std::error::Error as StdError;
+use std::io;
+use std::pin::pin;
+use std::time::{Duration, UNIX_EPOCH};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::{HttpConnector, capture_connection};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use rustls::pki_types::ServerName;
+use tokio::time::sleep;
+use url::Url;
+
+use crate::clock;
+use crate::courier::Courier;
+use crate::decide::{HttpClass, honours_retry_after, http_class};
+use crate::error::{Error, Result};
+use crate::message::Message;
+use crate::outcome::{Fault, Outcome, Reach};
+use crate::time::{Timestamp, micros_of};
+
+/// Most bytes of a response's status line and headers. How many headers: a hundred, hyper's own limit.
+pub const MAX_HEAD_BYTES: usize = 16 * 1024;
+/// Most bytes of a response's body; a longer one costs the connection.
+pub const MAX_BODY_BYTES: usize = 20_000;
+/// More headers than any message within its limits has; a header map that is full panics.
+const MAX_MESSAGE_HEADERS: usize = 4096;
+/// How many characters of a refusal's body go into the error.
+const EXCERPT_CHARS: usize = 200;
+/// How long a delivered message waits for its body to end, so that the connection can be used again.
+const DRAIN_GRACE: Duration = Duration::from_secs(1);
+/// Common servers close idle connections after five seconds; being first avoids a request written into a closing one.
+const IDLE: Duration = Duration::from_secs(4);
+
+const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+const MESSAGE_ID: HeaderName = HeaderName::from_static("postrider-message-id");
+const ATTEMPT: HeaderName = HeaderName::from_static("postrider-attempt");
+const LEASE_TOKEN: HeaderName = HeaderName::from_static("postrider-lease-token");
+const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
+const OCTET_STREAM: HeaderValue = HeaderValue::from_static("application/octet-stream");
+
+/// Where an [`Http`] courier delivers, and as whom.
+#[derive(Clone)]
+pub struct HttpSettings {
+    /// `http` or `https`, without credentials.
+    pub url: String,
+    /// From the name look-up to the last byte read.
+    pub timeout: Duration,
+    /// [`Outbox::store_id`](crate::Outbox::store_id): makes message ids unique among all stores.
+    pub store_id: String,
+    /// Sent with every message, an `Authorization` for instance. A message's own header of the same name gives way.
+    pub headers: Vec<(String, String)>,
+}
+
+impl HttpSettings {
+    /// 2.5 s, no headers.
+    pub fn new(url: impl Into<String>, store_id: impl Into<String>) -> Self {
+        let timeout = Duration::from_millis(2500);
+        HttpSettings { url: url.into(), timeout, store_id: store_id.into(), headers: Vec::new() }
+    }
+}
+
+/// Delivers by HTTP POST over a pool of kept-alive connections.
+pub struct Http {
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    uri: Uri,
+    /// Scheme, host and port: all that errors ever say of the URL, since paths and queries carry secrets too.
+    origin: String,
+    timeout: Duration,
+    store_id: String,
+    /// What every request carries.
+    headers: HeaderMap,
+    /// What a body that echoes the request must not bring into an error.
+    secrets: Vec<String>,
+}
+
+impl Http {
+    /// Fails on what could never be delivered, saying what to write instead. Connects to nothing yet.
+    pub fn new(settings: HttpSettings) -> Result<Self> {
+        let HttpSettings { url, timeout, store_id, headers } = settings;
+        if timeout.is_zero() {
+            return Err(Error::invalid("the http courier's timeout is zero; 2.5 s is usual"));
+        }
+        if store_id.is_empty() || HeaderValue::from_str(&store_id).is_err() {
+            return Err(Error::invalid("the http courier's store_id cannot stand in a header; use Outbox::store_id"));
+        }
+        let url = check_url(&url)?;
+        let uri = Uri::try_from(url.as_str()).map_err(|e| {
+            Error::invalid(format!("the http courier's url cannot be requested ({e}); percent-encode it"))
+        })?;
+        let headers = lane_headers(&headers)?;
+        Ok(Http {
+            client: client(timeout)?,
+            uri,
+            origin: url.origin().ascii_serialization(),
+            timeout,
+            store_id,
+            secrets: secrets(&url, &headers),
+            headers,
+        })
+    }
+
+    fn request(&self, message: &Message) -> Result<Request<Full<Bytes>>, http::Error> {
+        let key = format!("{}-{}-{}", self.store_id, message.lane, message.id);
+        let mut headers = with_message_headers(&self.headers, message);
+        headers.insert(IDEMPOTENCY_KEY, HeaderValue::try_from(key)?);
+        headers.insert(MESSAGE_ID, message.id.into());
+        headers.insert(ATTEMPT, message.attempts.saturating_add(1).into());
+        headers.insert(LEASE_TOKEN, message.lease_token.into());
+        // hyper leaves it out of an empty POST, and some servers then answer 411.
+        headers.insert(CONTENT_LENGTH, message.payload.len().into());
+
+        let mut request = Request::new(Full::new(message.payload.clone()));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = self.uri.clone();
+        *request.headers_mut() = headers;
+        Ok(request)
+    }
+
+    /// No status came back. `reach` says whether anything may have gone out.
+    fn unanswered(&self, code: &'static str, cause: &str, reach: Reach) -> Outcome {
+        let origin = &self.origin;
+        let what = match (code, reach) {
+            ("DNS_FAILED", _) => format!("the host of {origin} could not be resolved"),
+            ("TLS_FAILED", _) => format!("no TLS session with {origin}"),
+            ("RESPONSE_INVALID", _) => format!("the answer of {origin} is no acceptable HTTP/1.1"),
+            ("TIMEOUT", Reach::NeverSent) => format!("no connection to {origin} in time"),
+            ("TIMEOUT", _) => format!("no answer from {origin} in time"),
+            (_, Reach::NeverSent) => format!("no connection to {origin}"),
+            _ => format!("{origin} closed the connection without an answer"),
+        };
+        let effect = if reach == Reach::Unknown { "; it may have been received" } else { "" };
+        Outcome::retry(code, format!("{what}: {cause}{effect}"), reach)
+    }
+
+    fn refused(&self, status: StatusCode, body: &[u8], retry_after: Option<Duration>) -> Outcome {
+        let mut error = format!("{} answered {status}", self.origin);
+        let code = if status.is_redirection() {
+            error.push_str("; redirects are not followed: configure the final url");
+            "REDIRECT_REFUSED".into()
+        } else {
+            format!("HTTP_{}", status.as_u16())
+        };
+        if let Some(excerpt) = excerpt(body, &self.secrets) {
+            error.push_str(": ");
+            error.push_str(&excerpt);
+        }
+        let fault = Fault::new(code, error, Reach::Answered);
+        match http_class(status.as_u16()) {
+            HttpClass::Retry => Outcome::Retry { fault, retry_after },
+            HttpClass::Dead | HttpClass::Sent => Outcome::Dead(fault),
+        }
+    }
+}
+
+#[async_trait]
+impl Courier for Http {
+    async fn deliver(&self, message: &Message) -> Outcome {
+        let mut request = match self.request(message) {
+            Ok(request) => request,
+            Err(e) => return Outcome::Dead(Fault::new("INVALID_HEADER", e.to_string(), Reach::NeverSent)),
+        };
+        let connection = capture_connection(&mut request);
+        // A request is written only once it has a connection.
+        let reach = |cancelled: bool| match connection.connection_metadata().is_none() || cancelled {
+            true => Reach::NeverSent,
+            false => Reach::Unknown,
+        };
+        let mut deadline = pin!(sleep(self.timeout));
+
+        // The answer is looked at first: a status that came in time counts, however late we look.
+        let answer = tokio::select! {
+            biased;
+            answer = self.client.request(request) => answer,
+            () = &mut deadline => {
+                return self.unanswered("TIMEOUT", &format!("the timeout is {:?}", self.timeout), reach(false));
+            }
+        };
+        let (head, body) = match answer {
+            Ok(response) => response.into_parts(),
+            Err(e) => {
+                let (code, cancelled) = classify(&e, e.is_connect());
+                return self.unanswered(code, &root_cause(&e), reach(cancelled));
+            }
+        };
+
+        let sent = http_class(head.status.as_u16()) == HttpClass::Sent;
+        let mut kept = Vec::new();
+        // Dropping an unfinished body closes its connection; the status stands whatever the body does.
+        tokio::select! {
+            biased;
+            () = read_body(body, &mut kept) => {}
+            () = &mut deadline => {}
+            () = sleep(DRAIN_GRACE), if sent => {}
+        }
+        if sent {
+            return Outcome::sent();
+        }
+        let retry_after = head.headers.get(RETRY_AFTER).filter(|_| honours_retry_after(head.status.as_u16()));
+        let retry_after = retry_after.and_then(|value| parse_retry_after(value.to_str().ok()?, clock::wall()));
+        self.refused(head.status, &kept, retry_after)
+    }
+}
+
+fn client(timeout: Duration) -> Result<Client<HttpsConnector<HttpConnector>, Full<Bytes>>> {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    // A connect another request no longer waits for goes on in the background; this ends it.
+    tcp.set_connect_timeout(Some(timeout));
+    // A receiver that stops reading would otherwise hold a connection we have given up, until we are restarted.
+    #[cfg(target_os = "linux")]
+    tcp.set_tcp_user_timeout(Some(timeout));
+    let https = HttpsConnectorBuilder::new()
+        .with_provider_and_webpki_roots(rustls::crypto::ring::default_provider())
+        .map_err(|e| Error::invalid(format!("TLS cannot be set up: {e}")))?
+        .https_or_http()
+        .enable_http1()
+        .wrap_connector(tcp);
+    Ok(Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE)
+        .retry_canceled_requests(false)
+        .http1_max_buf_size(MAX_HEAD_BYTES)
+        .build(https))
+}
+
+/// Errors never repeat the URL: it may be wrong in the very part that is secret.
+fn check_url(url: &str) -> Result<Url> {
+    let mut url = Url::parse(url)
+        .map_err(|e| Error::invalid(format!("the http courier's url is none ({e}); write it as https://host/path")))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        let scheme = url.scheme();
+        return Err(Error::invalid(format!(
+            "the http courier cannot deliver to `{scheme}:`; use an http or https url"
+        )));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(Error::invalid(
+            "the http courier's url has credentials in it; send an Authorization header instead",
+        ));
+    }
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']).to_owned();
+    if url.scheme() == "https" && ServerName::try_from(host).is_err() {
+        return Err(Error::invalid("the host of the http courier's url is no name a certificate can have"));
+    }
+    url.set_fragment(None);
+    Ok(url)
+}
+
+/// The lane's own headers. They are configuration: a wrong one is refused at the start, not left out.
+fn lane_headers(wanted: &[(String, String)]) -> Result<HeaderMap> {
+    let mut headers = HeaderMap::new();
+    headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
+    for (name, value) in wanted {
+        let (name, mut value) = check_header(name, value).map_err(|why| {
+            Error::invalid(format!("the http courier cannot send the header {name:?}: {why}; remove it"))
+        })?;
+        value.set_sensitive(true);
+        headers.insert(name, value);
+    }
+    Ok(headers)
+}
+
+/// The lane's headers and what the message brings along.
+///
+/// A header that cannot or must not be sent is left out, and the message still goes: the headers of an enqueued message
+/// cannot be mended, so killing it would help nobody, and a destination that needed the header says so by its status.
+fn with_message_headers(lane: &HeaderMap, message: &Message) -> HeaderMap {
+    let mut headers = lane.clone();
+    for (name, value) in message.headers.iter().take(MAX_MESSAGE_HEADERS) {
+        let added = check_header(name, value).and_then(|(name, value)| match lane.contains_key(&name) {
+            true => Err("the lane sets it"),
+            false => Ok(headers.append(name, value)),
+        });
+        if let Err(why) = added {
+            tracing::debug!(id = message.id, lane = message.lane, header = ?name, why, "header left out");
+        }
+    }
+    let field = |text: &Option<String>| text.as_ref().and_then(|text| HeaderValue::from_bytes(text.as_bytes()).ok());
+    if let Some(id) = field(&message.correlation_id) {
+        headers.insert(CORRELATION_ID, id);
+    }
+    if let Some(content_type) = field(&message.content_type) {
+        headers.insert(CONTENT_TYPE, content_type);
+    }
+    headers.entry(CONTENT_TYPE).or_insert(OCTET_STREAM);
+    headers
+}
+
+/// A header somebody else wants sent; not those that frame the message, steer the connection or are ours to say.
+fn check_header(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), &'static str> {
+    let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| "no header name")?;
+    let value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| "no header value")?;
+    let reserved = match name.as_str() {
+        "host" | "content-length" | "transfer-encoding" | "connection" | "keep-alive" | "te" | "trailer"
+        | "upgrade" => true,
+        "idempotency-key" => true,
+        other => ["proxy-", "webhook-", "postrider-"].iter().any(|prefix| other.starts_with(prefix)),
+    };
+    if reserved { Err("reserved") } else { Ok((name, value)) }
+}
+
+/// The code of a request that got no status, and whether it provably never left.
+fn classify(error: &(dyn StdError + 'static), connecting: bool) -> (&'static str, bool) {
+    // The connector boxes what TLS says as an I/O error; name look-up and TCP have a type of their own, which is private.
+    let first = error.source();
+    if connecting && first.is_some_and(|e| e.is::<io::Error>()) {
+        return ("TLS_FAILED", false);
+    }
+    if connecting && first.is_some_and(|e| e.to_string() == "dns error") {
+        return ("DNS_FAILED", false);
+    }
+    let mut cancelled = false;
+    for cause in causes(error) {
+        if cause.is::<rustls::Error>() {
+            return ("TLS_FAILED", cancelled);
+        }
+        if let Some(e) = cause.downcast_ref::<hyper::Error>() {
+            if e.is_parse() {
+                return ("RESPONSE_INVALID", cancelled);
+            }
+            // The pooled connection closed before this request was begun.
+            cancelled |= e.is_canceled();
+        }
+        if cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::TimedOut) {
+            return ("TIMEOUT", cancelled);
+        }
+    }
+    (if connecting { "CONNECT_REFUSED" } else { "CONNECTION_RESET" }, cancelled)
+}
+
+/// An error and what is beneath it. `source` of an I/O error skips the error it wraps.
+fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |&e| match e.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+        Some(inner) => Some(inner as &(dyn StdError + 'static)),
+        None => e.source(),
+    })
+}
+
+fn root_cause(error: &(dyn StdError + 'static)) -> String {
+    causes(error).last().unwrap_or(error).to_string()
+}
+
+/// Seconds, or a date, which counts from `now`; a date gone by is no wait at all. How long is too long, the lane decides.
+fn parse_retry_after(value: &str, now: Timestamp) -> Option<Duration> {
+    let value = value.trim();
+    if !value.is_empty() && value.bytes().all(|b| b.is_ascii_digit()) {
+        return Some(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
+    }
+    let date = httpdate::parse_http_date(value).ok()?.duration_since(UNIX_EPOCH).ok()?;
+    Some(Timestamp::from_micros(micros_of(date)).since(now))
+}
+
+/// Keeps the body up to its end or [`MAX_BODY_BYTES`], whichever is first.
+async fn read_body(mut body: Incoming, kept: &mut Vec<u8>) {
+    while let Some(Ok(frame)) = body.frame().await {
+        let Ok(data) = frame.into_data() else { continue };
+        let room = MAX_BODY_BYTES - kept.len();
+        kept.extend_from_slice(&data[..data.len().min(room)]);
+        if data.len() > room {
+            return;
+        }
+    }
+}
+
+/// The beginning of a body, on one line, if it is text.
+fn excerpt(body: &[u8], secrets: &[String]) -> Option<String> {
+    let mut text = String::from_utf8_lossy(body).into_owned();
+    for secret in secrets {
+        text = text.replace(secret, "***");
+    }
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut excerpt: String = line.chars().take(EXCERPT_CHARS).collect();
+    if excerpt.is_empty() || excerpt.contains(|c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER) {
+        return None;
+    }
+    if excerpt.len() < line.len() {
+        excerpt.push('…');
+    }
+    Some(excerpt)
+}
+
+/// What a destination may echo and nobody should read in an error, the longest first.
+fn secrets(url: &Url, lane: &HeaderMap) -> Vec<String> {
+    let values = lane.iter().filter(|(_, value)| value.is_sensitive()).filter_map(|(_, value)| value.to_str().ok());
+    let token = lane.get(AUTHORIZATION).and_then(|value| value.to_str().ok()?.split_whitespace().last());
+    let mut secrets: Vec<String> = values.chain(token).chain(url.query()).map(str::to_owned).collect();
+    // Short ones are flags and numbers; blotting those out would only garble the text.
+    secrets.retain(|secret| secret.len() >= 6);
+    secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
+    secrets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(headers: &[(&str, &str)]) -> Message {
+        let at = Timestamp::from_micros(0);
+        Message {
+            id: 7,
+            lane: "invoices".into(),
+            shard_id: 0,
+            due_at: at,
+            lease_until: at,
+            lease_token: 3,
+            attempts: 1,
+            crashes: 0,
+            maybe_sent: false,
+            target: None,
+            active_key: None,
+            payload: Bytes::from_static(b"x"),
+            content_type: None,
+            headers: headers.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect(),
+            payload_sha: None,
+            correlation_id: None,
+            created_at: at,
+            deliver_before: None,
+            taken_over_from: None,
+        }
+    }
+
+    fn settings(url: &str) -> HttpSettings {
+        HttpSettings::new(url, "store")
+    }
+
+    fn refusal(settings: HttpSettings) -> String {
+        Http::new(settings).err().expect("must be refused").message
+    }
+
+    #[test]
+    fn settings_are_refused_with_a_remedy_and_without_their_secrets() {
+        assert!(refusal(settings("ftp://files.example/in")).contains("use an http or https url"));
+        assert!(refusal(settings("erp.example/invoices")).contains("https://host/path"));
+        assert!(refusal(settings("file:///etc/passwd")).contains("`file:`"));
+        let credentials = refusal(settings("https://me:hunter22@erp.example/"));
+        assert!(credentials.contains("Authorization") && !credentials.contains("hunter22"), "{credentials}");
+        assert!(!refusal(settings("https://me:hunter22@:443:x/")).contains("hunter22"));
+        assert!(refusal(HttpSettings { timeout: Duration::ZERO, ..settings("http://a/") }).contains("timeout"));
+        assert!(refusal(HttpSettings { store_id: "a\nb".into(), ..settings("http://a/") }).contains("store_id"));
+        let header = |name: &str, value: &str| HttpSettings {
+            headers: vec![(name.into(), value.into())],
+            ..settings("https://erp.example/")
+        };
+        assert!(refusal(header("Host", "other")).contains("reserved"));
+        assert!(refusal(header("a b", "c")).contains("no header name"));
+        let split = refusal(header("Authorization", "Bearer hunter22\r\nEvil: 1"));
+        assert!(split.contains("no header value") && !split.contains("hunter22"), "{split}");
+        assert!(Http::new(header("Authorization", "Bearer hunter22")).is_ok());
+        assert!(Http::new(settings("https://[::1]:8443/a?b=c#d")).is_ok());
+    }
+
+    #[test]
+    fn reserved_and_broken_headers_are_left_out_and_the_rest_goes() {
+        let refused = [
+            "Host",
+            "Content-Length",
+            "Transfer-Encoding",
+            "Connection",
+            "TE",
+            "Trailer",
+            "Upgrade",
+            "Proxy-Authorization",
+        ];
+        let ours = ["Webhook-Id", "Idempotency-Key", "Postrider-Attempt", "Postrider-Anything"];
+        for name in refused.into_iter().chain(ours) {
+            assert_eq!(check_header(name, "x").unwrap_err(), "reserved", "{name}");
+        }
+        let lane = lane_headers(&[("X-Tenant".into(), "acme".into())]).unwrap();
+        let wanted = [
+            ("X-One", "1"),
+            ("x-one", "2"),
+            ("X-Greeting", "grüße"),
+            ("Idempotency-Key", "forged"),
+            ("x bad", "v"),
+            ("X-Split", "a\r\nEvil: 1"),
+            ("X-Tenant", "mallory"),
+        ];
+        let headers = with_message_headers(&lane, &message(&wanted));
+        let mut names: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["content-type", "user-agent", "x-greeting", "x-one", "x-tenant"]);
+        assert_eq!(headers.get_all("x-one").iter().collect::<Vec<_>>(), ["1", "2"]);
+        assert_eq!(headers["x-tenant"], "acme");
+        assert_eq!(headers["x-greeting"].as_bytes(), "grüße".as_bytes());
+        assert_eq!(headers["content-type"], "application/octet-stream");
+    }
+
+    #[test]
+    fn the_content_type_is_the_messages_own() {
+        let content_type = |field: Option<&str>, header: &[(&str, &str)]| {
+            let content_type = field.map(str::to_owned);
+            let headers = with_message_headers(&HeaderMap::new(), &Message { content_type, ..message(header) });
+            assert_eq!(headers.get_all(CONTENT_TYPE).iter().count(), 1);
+            headers[CONTENT_TYPE].to_str().unwrap().to_owned()
+        };
+        assert_eq!(content_type(Some("application/json"), &[("content-type", "text/plain")]), "application/json");
+        assert_eq!(content_type(None, &[("content-type", "text/plain")]), "text/plain");
+        assert_eq!(content_type(Some("a\nb"), &[]), "application/octet-stream");
+    }
+
+    #[test]
+    fn thousands_of_headers_do_not_break_a_delivery() {
+        let many: Vec<_> = (0..40_000).map(|n| (format!("x-{n}"), "v".to_owned())).collect();
+        let headers = with_message_headers(&HeaderMap::new(), &Message { headers: many, ..message(&[]) });
+        assert_eq!(headers.len(), MAX_MESSAGE_HEADERS + 1);
+    }
+
+    #[test]
+    fn retry_after_is_seconds_or_a_date() {
+        let now: Timestamp = "2026-03-01T12:00:00Z".parse().unwrap();
+        let seconds = |value| parse_retry_after(value, now).map(|d| d.as_secs());
+        assert_eq!(seconds("120"), Some(120));
+        assert_eq!(seconds(" 0 "), Some(0));
+        assert_eq!(seconds("Sun, 01 Mar 2026 12:01:30 GMT"), Some(90));
+        assert_eq!(seconds("Sun, 01 Mar 2026 11:59:00 GMT"), Some(0), "gone by");
+        assert!(seconds("Fri, 31 Dec 9999 23:59:59 GMT").unwrap() > 200_000_000_000);
+        assert_eq!(seconds("99999999999999999999999"), Some(u64::MAX));
+        for nonsense in ["", "-5", "1.5", "soon", "Sun, 99 Mar 2026 12:01:30 GMT"] {
+            assert_eq!(seconds(nonsense), None, "{nonsense}");
+        }
+    }
+
+    /// An error with something beneath, as the client's are.
+    #[derive(Debug)]
+    struct Above(&'static str, Box<dyn StdError + Send + Sync>);
+
+    impl std::fmt::Display for Above {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl StdError for Above {
+        fn source(&self) -> Option<&(dyn StdError + 'static)> {
+            Some(&*self.1)
+        }
+    }
+
+    #[test]
+    fn failures_have_codes() {
+        let io = |kind: io::ErrorKind| Box::new(io::Error::from(kind));
+        let tcp = |kind| Above("client error", Box::new(Above("tcp connect error", io(kind))));
+        let dns = Above("client error", Box::new(Above("dns error", io(io::ErrorKind::NotFound))));
+        let certificate = rustls::Error::General("bad certificate".into());
+        let tls = io::Error::other(io::Error::new(io::ErrorKind::InvalidData, certificate.clone()));
+        let tls = Above("client error", Box::new(tls));
+        let later = Above("client error", Box::new(Above("hyper", Box::new(io::Error::other(certificate)))));
+        let handshake = Above("client error", io(io::ErrorKind::UnexpectedEof));
+        for (code, error, connecting) in [
+            ("DNS_FAILED", &dns, true),
+            ("CONNECT_REFUSED", &tcp(io::ErrorKind::ConnectionRefused), true),
+            ("CONNECT_REFUSED", &tcp(io::ErrorKind::HostUnreachable), true),
+            ("TIMEOUT", &tcp(io::ErrorKind::TimedOut), true),
+            ("TLS_FAILED", &tls, true),
+            ("TLS_FAILED", &handshake, true),
+            ("TLS_FAILED", &later, false),
+            ("TIMEOUT", &tcp(io::ErrorKind::TimedOut), false),
+            ("CONNECTION_RESET", &tcp(io::ErrorKind::ConnectionReset), false),
+            ("CONNECTION_RESET", &tcp(io::ErrorKind::BrokenPipe), false),
+        ] {
+            assert_eq!(classify(error, connecting), (code, false), "{error:?}");
+        }
+        assert!(root_cause(&tls).contains("bad certificate"), "{}", root_cause(&tls));
+    }
+
+    #[test]
+    fn an_excerpt_is_short_text_on_one_line_without_secrets() {
+        let none: [String; 0] = [];
+        assert_eq!(excerpt(b"  no such\r\n invoice ", &none).as_deref(), Some("no such invoice"));
+        assert_eq!(excerpt(b" \n", &none), None);
+        assert_eq!(excerpt(b"\x1f\x8b\x08\x00gzip", &none), None);
+        assert_eq!(excerpt(b"\x1b[2Jterminal", &none), None);
+        let long = excerpt("ä".repeat(9000).as_bytes(), &none).unwrap();
+        assert_eq!(long.chars().count(), EXCERPT_CHARS + 1);
+
+        let lane = lane_headers(&[("Authorization".into(), "Bearer hunter22".into())]).unwrap();
+        let secrets = secrets(&Url::parse("https://erp.example/in?token=swordfish").unwrap(), &lane);
+        let echo = b"POST /in?token=swordfish authorization: Bearer hunter22 bad token hunter22";
+        assert_eq!(excerpt(echo, &secrets).unwrap(), "POST /in?*** authorization: *** bad token ***");
+        let mut padded = vec![b'x'; EXCERPT_CHARS - 3];
+        padded.extend_from_slice(b"hunter22");
+        assert!(!excerpt(&padded, &secrets).unwrap().contains("hun"), "not even cut off");
+    }
+}

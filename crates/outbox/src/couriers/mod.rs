@@ -3,11 +3,13 @@
 #[cfg(feature = "http")]
 pub mod http;
 
+use std::io::Write;
+
 use async_trait::async_trait;
 
 use crate::courier::Courier;
 use crate::message::{Message, hex};
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Reach};
 
 /// Delivers nothing, successfully. For measuring.
 pub struct Noop;
@@ -19,9 +21,12 @@ impl Courier for Noop {
     }
 }
 
-/// Prints one line per message on standard output. The payload is shown only if asked for.
+/// Prints one line per message. The payload is shown only if asked for.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Log {
     pub show_payload: bool,
+    /// Standard output belongs to something else.
+    pub to_stderr: bool,
 }
 
 #[async_trait]
@@ -31,7 +36,15 @@ impl Courier for Log {
             true => String::from_utf8_lossy(&message.payload).into_owned(),
             false => format!("{} bytes, sha256 {}", message.payload.len(), &hex(&message.sha())[..12]),
         };
-        println!("{} #{} attempt {}: {payload}", message.lane, message.id, message.attempts + 1);
-        Outcome::sent()
+        let line = format!("{} #{} attempt {}: {payload}\n", message.lane, message.id, message.attempts + 1);
+        // `println!` would panic when the reader has gone.
+        let printed = match self.to_stderr {
+            true => std::io::stderr().write_all(line.as_bytes()),
+            false => std::io::stdout().write_all(line.as_bytes()),
+        };
+        match printed {
+            Ok(()) => Outcome::sent(),
+            Err(error) => Outcome::retry("OUTPUT_CLOSED", format!("cannot print: {error}"), Reach::NeverSent),
+        }
     }
 }

@@ -11,13 +11,14 @@ pub mod sqlite;
 #[cfg(any(feature = "sqlx-postgres", feature = "sqlx-mysql", feature = "sqlx-sqlite"))]
 mod sqlx;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::error::{Class, Error, Kind, Result};
+use crate::error::{Class, Effect, Error, Kind, Result};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::Hold;
 use crate::outcome::{Settled, Settlement};
@@ -94,8 +95,7 @@ pub(crate) trait Shortcut: Store {
     ) -> Result<Vec<Settled>>;
 }
 
-/// The settle of every store: plain `sent` by the short cut, the rest by the whole rule; what aborts as a batch is
-/// settled row by row, so one bad entry harms no other.
+/// The settle of every store. A message that stands twice is settled in as many rounds, so the fence decides.
 pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
     store: &S,
     rules: LaneRules,
@@ -103,23 +103,51 @@ pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
     owner: String,
     entries: Vec<Settlement>,
 ) -> Result<Vec<Settled>> {
+    let mut seen = HashSet::with_capacity(entries.len());
+    if entries.iter().all(|e| seen.insert(e.lease.id)) {
+        return settle_distinct(store, &rules, &lane, &owner, entries).await;
+    }
     let mut answers = vec![Settled::LeaseLost; entries.len()];
-    let (plain, whole): (Vec<usize>, Vec<usize>) =
-        (0..entries.len()).partition(|&i| settle::is_plain_sent(&rules, &entries[i]));
-    if !plain.is_empty() {
-        let mut sorted = plain;
-        sorted.sort_by_key(|&i| entries[i].lease);
-        let part: Vec<Settlement> = sorted.iter().map(|&i| entries[i].clone()).collect();
-        let settled = store.settle_sent(&rules, &lane, &owner, &part).await?;
-        let mut losers = Vec::new();
-        for (&i, answer) in sorted.iter().zip(settled) {
+    let mut left: Vec<usize> = (0..entries.len()).collect();
+    while !left.is_empty() {
+        seen.clear();
+        let (round, rest): (Vec<usize>, Vec<usize>) = left.into_iter().partition(|&i| seen.insert(entries[i].lease.id));
+        let part = round.iter().map(|&i| entries[i].clone()).collect();
+        for (&i, answer) in round.iter().zip(settle_distinct(store, &rules, &lane, &owner, part).await?) {
             answers[i] = answer;
-            if answer == Settled::LeaseLost {
-                losers.push((entries[i].lease, entries[i].verdict.flush_code()));
-            }
         }
+        left = rest;
+    }
+    Ok(answers)
+}
+
+/// Plain `sent` by the short cut, the rest by the whole rule; what aborts as a batch is settled row by row, so one bad
+/// entry harms no other.
+async fn settle_distinct<S: Shortcut + ?Sized>(
+    store: &S,
+    rules: &LaneRules,
+    lane: &str,
+    owner: &str,
+    entries: Vec<Settlement>,
+) -> Result<Vec<Settled>> {
+    let mut answers = vec![Settled::LeaseLost; entries.len()];
+    let (mut plain, mut whole): (Vec<usize>, Vec<usize>) =
+        (0..entries.len()).partition(|&i| settle::is_plain_sent(rules, &entries[i]));
+    if !plain.is_empty() {
+        plain.sort_by_key(|&i| entries[i].lease);
+        let part: Vec<Settlement> = plain.iter().map(|&i| entries[i].clone()).collect();
+        match store.settle_sent(rules, lane, owner, &part).await {
+            Ok(settled) => plain.iter().zip(settled).for_each(|(&i, answer)| answers[i] = answer),
+            Err(error) if error.class() != Class::Retryable => {
+                tracing::warn!(%error, lane, "a batch could not be settled the short way");
+                whole.append(&mut plain);
+            }
+            Err(error) => return Err(error),
+        }
+        let lost = plain.iter().filter(|&&i| answers[i] == Settled::LeaseLost);
+        let losers: Vec<_> = lost.map(|&i| (entries[i].lease, entries[i].verdict.flush_code())).collect();
         if !losers.is_empty() {
-            let owner = owner.clone();
+            let owner = owner.to_owned();
             let audited = transact(store.as_store(), Mode::Write, move |tx| {
                 let (owner, losers) = (owner.clone(), losers.clone());
                 Box::pin(async move { crate::audit::conflicts(tx, &owner, &losers).await })
@@ -130,36 +158,37 @@ pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
             }
         }
     }
-    if whole.is_empty() {
-        return Ok(answers);
-    }
     let part: Vec<Settlement> = whole.iter().map(|&i| entries[i].clone()).collect();
-    let settled = match settle_whole(store.as_store(), &rules, &lane, &owner, part.clone()).await {
-        Err(error) if error.class() != Class::Retryable && part.len() > 1 => {
+    let settled = match settle_whole(store.as_store(), rules, lane, owner, part.clone()).await {
+        Err(error) if error.class() != Class::Retryable => {
             tracing::warn!(%error, lane, "a batch could not be settled; trying its entries one by one");
             let mut one_by_one = Vec::with_capacity(part.len());
             for entry in part {
-                match settle_whole(store.as_store(), &rules, &lane, &owner, vec![entry]).await {
-                    Ok(answer) => one_by_one.extend(answer),
-                    Err(error) if error.class() == Class::Retryable => return Err(error),
-                    Err(error) => {
-                        tracing::error!(%error, lane, "a message could not be settled");
-                        one_by_one.push(Settled::Refused);
-                    }
-                }
+                let settled = settle_whole(store.as_store(), rules, lane, owner, vec![entry]).await;
+                one_by_one.extend(or_refused(settled, 1, lane)?);
             }
             one_by_one
         }
-        Err(error) if error.class() != Class::Retryable => {
-            tracing::error!(%error, lane, "a message could not be settled");
-            vec![Settled::Refused]
-        }
-        other => other?,
+        // What the short cut settled must be told.
+        settled if !plain.is_empty() => or_refused(settled, part.len(), lane)?,
+        settled => settled?,
     };
     for (&i, answer) in whole.iter().zip(settled) {
         answers[i] = answer;
     }
     Ok(answers)
+}
+
+/// Where others of the batch are settled already, an error would be told for them too: what was certainly not applied is
+/// answered as refused instead.
+fn or_refused(settled: Result<Vec<Settled>>, entries: usize, lane: &str) -> Result<Vec<Settled>> {
+    match settled {
+        Err(error) if error.effect == Effect::NotApplied => {
+            tracing::error!(%error, lane, "a message could not be settled");
+            Ok(vec![Settled::Refused; entries])
+        }
+        settled => settled,
+    }
 }
 
 async fn settle_whole(
@@ -169,6 +198,9 @@ async fn settle_whole(
     owner: &str,
     entries: Vec<Settlement>,
 ) -> Result<Vec<Settled>> {
+    if entries.is_empty() {
+        return Ok(vec![]);
+    }
     let work = Arc::new((rules.clone(), lane.to_owned(), owner.to_owned(), entries));
     transact(store, Mode::Write, move |tx| {
         let work = work.clone();

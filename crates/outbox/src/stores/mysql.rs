@@ -120,6 +120,7 @@ fn unbind_text(column: &mysql_async::Column, value: mysql_async::Value) -> Value
         C::MYSQL_TYPE_TINY | C::MYSQL_TYPE_SHORT | C::MYSQL_TYPE_INT24 | C::MYSQL_TYPE_LONG | C::MYSQL_TYPE_LONGLONG => {
             text().parse().map_or(Value::Null, Value::Int)
         }
+        C::MYSQL_TYPE_FLOAT | C::MYSQL_TYPE_DOUBLE => text().parse().map_or(Value::Null, Value::Float),
         C::MYSQL_TYPE_DATETIME | C::MYSQL_TYPE_TIMESTAMP => parse_datetime(text()),
         _ => unbind(value, is_binary(column)),
     }
@@ -314,7 +315,7 @@ pub fn candidates_sql(claim: &Claim, now: &str) -> String {
         From::Ids(ids) => {
             let ids = list(ids.iter().copied());
             return format!(
-                "SELECT id FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND {free} LIMIT {}",
+                "SELECT id, due_at FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND {free} ORDER BY due_at, id LIMIT {}",
                 literal(&claim.lane), claim.shard, claim.limit
             );
         }
@@ -325,22 +326,42 @@ pub fn candidates_sql(claim: &Claim, now: &str) -> String {
         format!(" AND due_at >= {due} AND (due_at > {due} OR id >= {})", mark.id)
     });
     format!(
-        "SELECT id FROM outbox FORCE INDEX (idx_claim) WHERE lane = {} AND shard_id = {} AND due_at <= {now}{from} AND {which}
+        "SELECT id, due_at FROM outbox FORCE INDEX (idx_claim) WHERE lane = {} AND shard_id = {} AND due_at <= {now}{from} AND {which}
          ORDER BY due_at, id LIMIT {}",
-        literal(&claim.lane), claim.shard, claim.limit.saturating_mul(4)
+        literal(&claim.lane), claim.shard, claim.limit
     )
 }
 
+#[doc(hidden)]
+pub fn walk_sql(lane: &str, shard: u32, after: Option<Mark>, limit: u32, now: &str) -> String {
+    let from = after.map_or(String::new(), |mark| {
+        let due = time_literal(mark.due_at);
+        format!(" AND due_at >= {due} AND (due_at > {due} OR id > {})", mark.id)
+    });
+    format!(
+        "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox FORCE INDEX (idx_claim)
+         WHERE lane = {} AND shard_id = {shard} AND due_at <= {now}{from} ORDER BY due_at, id LIMIT {limit}",
+        literal(lane)
+    )
+}
+
+/// Most looks for candidates in one claim: each finds as many as are wanted, and another worker may take them first.
+const LOOKS: usize = 4;
+
 /// Candidates, lock by primary key, update: one READ COMMITTED transaction.
 async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> {
-    let candidates: Vec<i64> = Queryable::query(conn, candidates_sql(claim, now)).await.map_err(|e| classify(&e))?;
-    let clock = |rows: Vec<Row>| rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0));
+    let candidates = look(conn, claim, now).await?;
     if candidates.is_empty() {
         let (rows, _) = run(conn, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
-        return Ok(Claimed { messages: vec![], now: clock(rows)? });
+        let now = rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
+        return Ok(Claimed { messages: vec![], now });
     }
     conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
-    match lock_and_update(conn, claim, now, &candidates).await {
+    let claimed = async {
+        let messages = lock_candidates(conn, claim, now, candidates).await?;
+        update_claimed(conn, claim, now, messages).await
+    };
+    match claimed.await {
         Ok(claimed) => {
             conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e))?;
             Ok(claimed)
@@ -349,25 +370,43 @@ async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> 
     }
 }
 
-async fn lock_and_update(conn: &mut Conn, claim: &Claim, now: &str, candidates: &[i64]) -> Result<Claimed> {
-    let mut unlocked = candidates.to_vec();
-    let (owner, lease) = (literal(&claim.owner), micros_of(claim.lease));
-    let own = if matches!(claim.from, From::Adopt { .. }) { format!(" OR locked_by = {owner}") } else { String::new() };
-    let mut messages: Vec<Message> = Vec::with_capacity(claim.limit as usize);
-    // Candidates are tried in their order, as many at a time as are still wanted: nothing is locked that is not taken.
-    while !unlocked.is_empty() && messages.len() < claim.limit as usize {
-        let wanted = (claim.limit as usize - messages.len()).min(unlocked.len());
-        let part: Vec<i64> = unlocked.drain(..wanted).collect();
+async fn look(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Vec<Mark>> {
+    let (rows, _) = run(conn, &candidates_sql(claim, now), &[]).await.map_err(|e| classify(&e))?;
+    rows.iter().map(|row| Ok(Mark { id: row.int(0)?, due_at: row.time(1)? })).collect()
+}
+
+/// Locks candidates in their order, skipping what others hold; looks further on while some are missing.
+async fn lock_candidates(conn: &mut Conn, claim: &Claim, now: &str, mut candidates: Vec<Mark>) -> Result<Vec<Message>> {
+    let adopting = matches!(claim.from, From::Adopt { .. });
+    let own = if adopting { format!(" OR locked_by = {}", literal(&claim.owner)) } else { String::new() };
+    let mut messages: Vec<Message> = Vec::with_capacity(candidates.len());
+    for _ in 0..LOOKS {
         let sql = format!(
             "SELECT {CLAIMED} FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND due_at <= {now}
              AND (lease_until IS NULL OR lease_until < {now}{own}) FOR UPDATE SKIP LOCKED",
-            list(part)
+            list(candidates.iter().map(|c| c.id))
         );
         let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
         for row in &rows {
             messages.push(message_of(row, claim)?);
         }
+        let missing = claim.limit.saturating_sub(messages.len() as u32);
+        let Some(last) = candidates.last().filter(|_| missing > 0 && candidates.len() as u32 >= missing) else { break };
+        if !matches!(claim.from, From::Mark(_)) {
+            break;
+        }
+        let further = Mark { due_at: last.due_at, id: last.id + 1 };
+        let next = Claim { limit: missing, from: From::Mark(Some(further)), ..claim.clone() };
+        candidates = look(conn, &next, now).await?;
+        if candidates.is_empty() {
+            break;
+        }
     }
+    Ok(messages)
+}
+
+async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages: Vec<Message>) -> Result<Claimed> {
+    let (owner, lease) = (literal(&claim.owner), micros_of(claim.lease));
     let ids = list(messages.iter().map(|m| m.id));
     let max_crashes = claim.max_crashes;
     // `crashes` and `maybe_sent` before `locked_by`: assignments run from left to right.
@@ -510,8 +549,7 @@ async fn migrate_on(conn: &mut Conn) -> Result<Vec<String>> {
     conn.query_drop(migrate::BOOKKEEPING).await.map_err(fail)?;
     let rows: Vec<(i64, i64)> =
         Queryable::query(conn, "SELECT version, steps FROM postrider_migrations").await.map_err(fail)?;
-    let applied: Vec<i64> = rows.iter().filter(|(_, steps)| *steps >= 0).map(|(version, _)| *version).collect();
-    let missing = migrate::missing(&applied)?;
+    let missing = migrate::missing_of(&rows)?;
     if missing.is_empty() {
         return Ok(vec![]);
     }
@@ -520,23 +558,25 @@ async fn migrate_on(conn: &mut Conn) -> Result<Vec<String>> {
     }
     for migration in &missing {
         // A negative count is how far a run got that did not finish.
-        let begun = rows.iter().find(|(version, _)| *version == migration.version).map_or(0, |(_, steps)| -steps - 1);
+        let stopped = rows.iter().find(|(version, _)| *version == migration.version).map(|(_, steps)| -steps - 1);
+        let begun = stopped.unwrap_or(0);
         let (version, name) = (migration.version, migration.name);
         let start = "INSERT IGNORE INTO postrider_migrations VALUES (?, ?, -1)";
         conn.exec_drop(start, (version, name)).await.map_err(fail)?;
         for (n, step) in migrate::steps(migration.sql(Dialect::Mysql)).into_iter().enumerate().skip(begun as usize) {
             match conn.query_drop(step).await {
-                Err(mysql_async::Error::Server(e)) if begun > 0 && ALREADY_DONE.contains(&e.code) => {}
+                Err(mysql_async::Error::Server(e)) if stopped == Some(n as i64) && ALREADY_DONE.contains(&e.code) => {}
                 other => other.map_err(fail)?,
             }
             let done = -(n as i64) - 2;
             conn.exec_drop("UPDATE postrider_migrations SET steps = ? WHERE version = ?", (done, version)).await.map_err(fail)?;
         }
-        conn.exec_drop("UPDATE postrider_migrations SET steps = 0 WHERE version = ?", (version,)).await.map_err(fail)?;
     }
     for step in migrate::steps(migrate::views(Dialect::Mysql)) {
         conn.query_drop(step).await.map_err(fail)?;
     }
+    // Only now: a run that dies before its views are back must be taken up again.
+    conn.query_drop("UPDATE postrider_migrations SET steps = 0 WHERE steps < 0").await.map_err(fail)?;
     Ok(missing.iter().map(|m| m.name.to_owned()).collect())
 }
 
@@ -585,15 +625,7 @@ impl Store for MysqlStore {
 
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
         let now = self.now();
-        let from = after.map_or(String::new(), |mark| {
-            let due = time_literal(mark.due_at);
-            format!(" AND due_at >= {due} AND (due_at > {due} OR id > {})", mark.id)
-        });
-        let sql = format!(
-            "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox FORCE INDEX (idx_claim)
-             WHERE lane = {} AND shard_id = {shard} AND due_at <= {now}{from} ORDER BY due_at, id LIMIT {limit}",
-            literal(lane)
-        );
+        let sql = walk_sql(lane, shard, after, limit, &now);
         let mut loan = self.pool.take().await?;
         let answer = self.pool.timed(async {
             let (rows, _) = run(&mut loan.connection, &sql, &[]).await.map_err(|e| classify(&e))?;

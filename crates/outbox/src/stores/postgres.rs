@@ -29,7 +29,11 @@ use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
 const CHANNEL: &str = "postrider";
 /// READ COMMITTED whatever the role's default; a transaction cut off by the network must not hold its locks for long.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '10s'";
-const BEGIN_ONE: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+/// The hot statements walk an index in its order or look ids up, always: with statistics from a smaller day PostgreSQL
+/// would rather sort all that is due, for every claim.
+#[doc(hidden)]
+pub const BEGIN_ONE: &str =
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_seqscan = off";
 
 pub struct PostgresStore {
     lanes: Arc<Lanes>,
@@ -400,6 +404,32 @@ pub fn claim_sql(from: &From, now: &str) -> String {
     )
 }
 
+/// $1 lane, $2 shard, $3/$4 the last place seen, $5 limit.
+#[doc(hidden)]
+pub fn walk_sql(now: &str) -> String {
+    format!(
+        "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox
+         WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {now}) AND (due_at, id) > ($3, $4) ORDER BY due_at, id LIMIT $5"
+    )
+}
+
+/// $1 ids, $2 tokens, $3 references, $4 owner, $5 lane.
+#[doc(hidden)]
+pub fn settle_sent_sql(keep: bool, now: &str) -> String {
+    let moved = settle::MOVED;
+    // Entries come in id order and are looked up one by one, so rows are locked in that order.
+    let gone = "DELETE FROM outbox o USING unnest($1::bigint[], $2::bigint[], $3::text[]) AS t(id, token, reference)
+                WHERE o.id = t.id AND o.lease_token = t.token AND o.locked_by = $4 AND o.lane = $5";
+    if !keep {
+        return format!("{gone} RETURNING o.id");
+    }
+    format!(
+        "WITH gone AS ({gone} RETURNING o.*, t.reference)
+         INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, result_ref, status, updated_at, finished_at)
+         SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, reference, 'sent', {now}, {now} FROM gone RETURNING id"
+    )
+}
+
 fn message_of(row: &tokio_postgres::Row, claim: &Claim) -> Result<Message, tokio_postgres::Error> {
     let previous: Option<String> = row.try_get(17)?;
     Ok(Message {
@@ -490,11 +520,7 @@ impl Store for PostgresStore {
 
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
         let after = after.unwrap_or_default();
-        let sql = format!(
-            "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox
-             WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {}) AND (due_at, id) > ($3, $4) ORDER BY due_at, id LIMIT $5",
-            self.now()
-        );
+        let sql = walk_sql(&self.now());
         let (shard, limit) = (shard as i32, i64::from(limit));
         let params: [&(dyn ToSql + Sync); 5] = [&lane, &shard, &after.due_at, &after.id, &limit];
         let (rows, now) = self.one(&sql, &params).await?;
@@ -574,7 +600,6 @@ impl super::Shortcut for PostgresStore {
     }
 
     async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
-        let moved = settle::MOVED;
         let ids: Vec<i64> = entries.iter().map(|e| e.lease.id).collect();
         let tokens: Vec<i64> = entries.iter().map(|e| e.lease.token).collect();
         let references: Vec<Option<String>> = entries
@@ -584,19 +609,7 @@ impl super::Shortcut for PostgresStore {
                 _ => None,
             })
             .collect();
-        // Entries come in id order and are looked up one by one, so rows are locked in that order.
-        let gone = "DELETE FROM outbox o USING unnest($1::bigint[], $2::bigint[], $3::text[]) AS t(id, token, reference)
-                    WHERE o.id = t.id AND o.lease_token = t.token AND o.locked_by = $4 AND o.lane = $5";
-        let now = self.now();
-        let sql = if rules.retention.is_zero() {
-            format!("{gone} RETURNING o.id")
-        } else {
-            format!(
-                "WITH gone AS ({gone} RETURNING o.*, t.reference)
-                 INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, result_ref, status, updated_at, finished_at)
-                 SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, reference, 'sent', {now}, {now} FROM gone RETURNING id"
-            )
-        };
+        let sql = settle_sent_sql(!rules.retention.is_zero(), &self.now());
         let params: [&(dyn ToSql + Sync); 5] = [&ids, &tokens, &references, &owner, &lane];
         let (rows, _) = self.one(&sql, &params).await?;
         let won: std::collections::HashSet<i64> =

@@ -72,7 +72,7 @@ impl SqliteStore {
     ) -> Result<R> {
         let (reply, answer) = oneshot::channel();
         let job: Job = Box::new(move |tx| {
-            let result = tx.map_or_else(|| Err(Error::database("no transaction")), work);
+            let result = tx.map_or_else(|| Err(Error::database("no transaction")), |tx| in_request(tx, work));
             (result.is_ok(), Box::new(move |committed: Result<()>| drop(reply.send(committed.and(result)))))
         });
         let queue = if mode == Mode::Read { self.reader.as_ref().unwrap_or(&self.writer) } else { &self.writer };
@@ -83,6 +83,15 @@ impl SqliteStore {
             Err(_) => Err(Error::new(Kind::Timeout, "SQLite did not answer in time; is another process holding a write lock?").unknown()),
         }
     }
+}
+
+fn in_request<R>(tx: &mut SqliteTx, work: impl FnOnce(&mut SqliteTx) -> Result<R>) -> Result<R> {
+    tx.failed = false;
+    let answer = work(tx)?;
+    if tx.failed {
+        return Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
+    }
+    Ok(answer)
 }
 
 fn check_library(version: i32) -> Result<()> {
@@ -137,7 +146,7 @@ fn connect(path: Option<&PathBuf>, skew: &Arc<Skew>, read_only: bool) -> Result<
          PRAGMA cache_size = -64000; PRAGMA wal_autocheckpoint = 8000;"
     };
     connection.execute_batch(pragmas).map_err(named)?;
-    Ok(SqliteTx { connection, skew: skew.clone() })
+    Ok(SqliteTx { connection, skew: skew.clone(), failed: false })
 }
 
 /// Creates the file readable by its owner only.
@@ -203,6 +212,8 @@ fn run_group(tx: &mut SqliteTx, first: Job, jobs: &mpsc::Receiver<Job>, writes: 
 pub struct SqliteTx {
     connection: Connection,
     skew: Arc<Skew>,
+    /// A statement of the request at hand failed: it must not be committed.
+    failed: bool,
 }
 
 impl SqliteTx {
@@ -269,11 +280,15 @@ impl Tx for SqliteTx {
     }
 
     fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
-        Box::pin(std::future::ready(query(&self.connection, sql, params)))
+        let answer = query(&self.connection, sql, params);
+        self.failed |= answer.is_err();
+        Box::pin(std::future::ready(answer))
     }
 
     fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
-        Box::pin(std::future::ready(execute(&self.connection, sql, params)))
+        let answer = execute(&self.connection, sql, params);
+        self.failed |= answer.is_err();
+        Box::pin(std::future::ready(answer))
     }
 }
 
@@ -310,33 +325,36 @@ fn classify(error: &rusqlite::Error) -> Error {
 const CLAIMED: &str = "id, shard_id, due_at, lease_token, attempts, crashes, maybe_sent, target, active_key, payload, content_type, headers, \
                        payload_sha, correlation_id, created_at, deliver_before, locked_by";
 
-fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
-    let now = tx.now_moment();
+/// The look for claimable rows, as text: also what the EXPLAIN test looks at. ?1 lane, ?2 shard, ?3 now, ?4 owner,
+/// ?5/?6 mark, ?7 ids as JSON, ?8 limit.
+#[doc(hidden)]
+pub fn claim_sql(from: &From) -> String {
     let free = "(lease_until IS NULL OR lease_until < ?3)";
     let ordinary = "crashes + (locked_by IS NOT NULL AND locked_by <> ?4) <= 1";
-    let (mut mark, mut ids) = (Mark::default(), String::new());
-    let which = match &claim.from {
-        From::Mark(from) => {
-            mark = from.unwrap_or_default();
-            format!("(due_at, id) >= (?5, ?6) AND {free} AND {ordinary}")
-        }
-        From::Adopt { mark: from, known } => {
-            mark = from.unwrap_or_default();
-            ids = serde_json::json!(known).to_string();
-            format!("(due_at, id) >= (?5, ?6) AND ({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))")
-        }
-        From::Ids(wanted) => {
-            ids = serde_json::json!(wanted).to_string();
-            format!("(due_at, id) >= (?5, ?6) AND {free} AND +id IN (SELECT value FROM json_each(?7))")
-        }
-    };
     // Ids are found by primary key; everything else is one range on the claim index.
-    let index = if matches!(claim.from, From::Ids(_)) { "NOT INDEXED" } else { "INDEXED BY idx_claim" };
-    let which = if index == "NOT INDEXED" { which.replace("+id", "id") } else { which };
-    let sql = format!(
-        "SELECT {CLAIMED} FROM outbox {index} WHERE lane = ?1 AND shard_id = ?2 AND due_at <= ?3 AND {which} AND ?4 <> '' AND ?7 IS NOT NULL
-         ORDER BY due_at, id LIMIT ?8"
-    );
+    let (index, which) = match from {
+        From::Mark(_) => ("INDEXED BY idx_claim", format!("{free} AND {ordinary}")),
+        From::Adopt { .. } => (
+            "INDEXED BY idx_claim",
+            format!("({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))"),
+        ),
+        From::Ids(_) => ("NOT INDEXED", format!("{free} AND id IN (SELECT value FROM json_each(?7))")),
+    };
+    format!(
+        "SELECT {CLAIMED} FROM outbox {index} WHERE lane = ?1 AND shard_id = ?2 AND due_at <= ?3 AND (due_at, id) >= (?5, ?6)
+         AND {which} AND ?4 <> '' AND ?7 IS NOT NULL ORDER BY due_at, id LIMIT ?8"
+    )
+}
+
+fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
+    let now = tx.now_moment();
+    let (mark, ids) = match &claim.from {
+        From::Mark(mark) => (*mark, String::new()),
+        From::Adopt { mark, known } => (*mark, serde_json::json!(known).to_string()),
+        From::Ids(wanted) => (None, serde_json::json!(wanted).to_string()),
+    };
+    let mark = mark.unwrap_or_default();
+    let sql = claim_sql(&claim.from);
     let lease_until = now.plus(claim.lease);
     let run = || -> rusqlite::Result<Vec<Message>> {
         let mut messages = Vec::new();
@@ -405,13 +423,15 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
     })
 }
 
+#[doc(hidden)]
+pub const WALK_SQL: &str = "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox INDEXED BY idx_claim
+    WHERE lane = ? AND shard_id = ? AND due_at <= ? AND (due_at, id) > (?, ?) ORDER BY due_at, id LIMIT ?";
+
 fn walk(tx: &mut SqliteTx, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
     let now = tx.now_moment();
     let after = after.unwrap_or(Mark { due_at: Timestamp::from_micros(i64::MIN), id: i64::MIN });
-    let sql = "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox INDEXED BY idx_claim
-               WHERE lane = ? AND shard_id = ? AND due_at <= ? AND (due_at, id) > (?, ?) ORDER BY due_at, id LIMIT ?";
     let params: [Value; 6] = [lane.into(), shard.into(), now.into(), after.due_at.into(), after.id.into(), limit.into()];
-    let seen = query(&tx.connection, sql, &params)?.iter().map(super::seen_of).collect::<Result<_>>()?;
+    let seen = query(&tx.connection, WALK_SQL, &params)?.iter().map(super::seen_of).collect::<Result<_>>()?;
     Ok(Walked { seen, now })
 }
 

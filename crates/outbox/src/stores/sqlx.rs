@@ -176,8 +176,9 @@ mod mysql {
     use super::*;
     use crate::time::Timestamp;
 
-    // Not persistent: a list of any length would leave a prepared statement behind.
-    caller_tx!(MySqlConnection, Dialect::Mysql, classify_mysql, bind, cell, str::to_owned, persistent = false);
+    // Persistent, in sqlx's bounded cache: otherwise each statement ends with a packet nobody answers, and the next one
+    // waits 40 ms for its acknowledgement (Nagle).
+    caller_tx!(MySqlConnection, Dialect::Mysql, classify_mysql, bind, cell, str::to_owned, persistent = true);
 
     type Query<'q> = ::sqlx::query::Query<'q, MySql, ::sqlx::mysql::MySqlArguments>;
 

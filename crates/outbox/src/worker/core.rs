@@ -712,7 +712,8 @@ impl Core {
         passed_over.append(&mut lane.ready);
         lane.ready = passed_over;
         // More of one target than will fit soon would keep the others out: give the rest back for a moment.
-        let excess = crowded.saturating_sub(settings.prefetch());
+        // With `once` it would be gone for this run, though it was due.
+        let excess = if self.once { 0 } else { crowded.saturating_sub(settings.prefetch()) };
         for _ in 0..excess {
             let Some(message) = lane.ready.pop_back() else { break };
             let Some(held) = self.held.get_mut(&message.id) else { continue };

@@ -54,9 +54,14 @@ impl Worker {
         Worker { outbox, lanes: vec![], couriers: vec![], name: None, drain: Duration::from_secs(20), once: false }
     }
 
-    /// Serves a lane with the usual settings.
+    /// Serves all shards of a lane with the usual settings.
     pub fn lane(self, lane: impl Into<String>, courier: impl Courier) -> Self {
-        self.lane_with(LaneSettings::new(lane), Arc::new(courier))
+        let mut settings = LaneSettings::new(lane);
+        // An unknown lane is refused by `run`.
+        if let Ok(rules) = self.outbox.lanes().get(&settings.lane) {
+            settings.shards = (0..rules.shards).collect();
+        }
+        self.lane_with(settings, Arc::new(courier))
     }
 
     /// Serves a lane with settings of its own.

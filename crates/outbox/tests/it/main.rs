@@ -1,0 +1,23 @@
+//! The kernel's integration tests, one binary. Most of them are the conformance suite: the promises P1…P12, each case
+//! written once and run on SQLite, PostgreSQL and MariaDB.
+
+// Tests wait for real servers.
+#![allow(clippy::disallowed_methods)]
+
+mod harness;
+
+mod caller_transactions;
+mod callers;
+mod claiming;
+mod differential;
+mod enqueueing;
+mod examples;
+mod explain;
+#[cfg(feature = "http")]
+mod http_courier;
+mod inbox;
+mod operating;
+mod schema;
+mod scratch;
+mod settling;
+mod sql_docs;

@@ -1,0 +1,114 @@
+//! `postrider bench`: how fast this is here, as a ratio to the barest SQL of the same scheme on the same database in the
+//! same run. Everything happens in a scratch database of its own (a file, a schema, a database) that is removed again.
+
+mod backlog;
+mod bare;
+mod drain;
+mod enqueue;
+mod latency;
+mod scratch;
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use postrider::clock::Tick;
+use serde_json::{Value, json};
+
+use crate::failure::Result;
+use scratch::Scratch;
+
+/// What to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Which {
+    /// The barest SQL: batch claim, batch settle with the move, nothing else
+    Limit,
+    /// Batched enqueue, against a bare multi-row insert
+    Enqueue,
+    /// A worker with a courier that does nothing, against the limit
+    Drain,
+    /// From a committed enqueue to the start of its delivery, with nothing else to do
+    Latency,
+    /// Claims and drains with much waiting, leased, in backoff, or in history
+    Backlog,
+}
+
+/// Measure this machine and database.
+#[derive(Debug, Args)]
+pub struct Bench {
+    #[arg(value_enum)]
+    pub which: Which,
+
+    /// How many messages [default: as fits the measurement]
+    #[arg(long, value_name = "N")]
+    pub messages: Option<usize>,
+
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub payload_bytes: usize,
+
+    /// Messages per claim and per settle
+    #[arg(long, value_name = "N", default_value_t = 500)]
+    pub batch: usize,
+
+    /// Sent messages in history before the drain starts (drain only)
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub history: usize,
+
+    /// Rows settled just before the drain and not yet vacuumed (drain on PostgreSQL only)
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub storm: usize,
+
+    /// The worker process of `bench latency` on a server
+    #[arg(long, hide = true)]
+    pub latency_worker: bool,
+}
+
+/// Runs a measurement and answers with its figures.
+pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
+    if bench.latency_worker {
+        return latency::serve(database).await;
+    }
+    let scratch = Scratch::create(database).await?;
+    let figures = match bench.which {
+        Which::Limit => drain::limit_only(bench, &scratch).await,
+        Which::Enqueue => enqueue::run(bench, &scratch).await,
+        Which::Drain => drain::run(bench, &scratch).await,
+        Which::Latency => latency::run(bench, &scratch).await,
+        Which::Backlog => backlog::run(bench, &scratch).await,
+    };
+    scratch.remove().await?;
+    let mut figures = figures?;
+    figures["database"] = json!(scratch.dialect().name());
+    Ok(figures)
+}
+
+/// The figures for people: one per line.
+pub fn show(figures: &Value) -> String {
+    let mut lines = String::new();
+    for (name, value) in figures.as_object().into_iter().flatten() {
+        let text = match value {
+            Value::Number(n) if n.is_f64() => format!("{:.3}", n.as_f64().unwrap_or_default()),
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        lines.push_str(&format!("{:<28} {text}\n", name.replace('_', " ")));
+    }
+    lines
+}
+
+/// Runs something and answers how long it took.
+async fn timed<T>(work: impl Future<Output = Result<T>>) -> Result<(T, Duration)> {
+    let start = Tick::now();
+    let answer = work.await?;
+    Ok((answer, Tick::now().since(start)))
+}
+
+fn rate(messages: usize, took: Duration) -> f64 {
+    messages as f64 / took.as_secs_f64().max(1e-9)
+}
+
+/// The value below which this part of the samples lies.
+fn percentile(samples: &mut [Duration], part: f64) -> f64 {
+    samples.sort_unstable();
+    let index = ((samples.len() as f64 * part).ceil() as usize).clamp(1, samples.len().max(1)) - 1;
+    samples.get(index).map_or(0.0, |d| d.as_secs_f64() * 1000.0)
+}

@@ -1,0 +1,285 @@
+//! The command line, as people type it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use postrider::Timestamp;
+use postrider::store::Status;
+
+use crate::config::values::parse_duration;
+use crate::logs::LogFormat;
+
+const EXAMPLES: &str = "\
+Examples:
+  postrider demo                                          see it work, nothing needed
+  postrider enqueue log --payload 'hello'                 write a message
+  postrider worker --once                                 deliver what is due
+  postrider outbox stats                                  look at it
+  postrider --database postgres://app@db/app migrate      the same on PostgreSQL
+
+Exit codes: 0 done; 1 done, but a message or a check failed; 2 wrong usage or configuration;
+3 the database is unreachable.";
+
+/// Delivers what a database has promised: messages written in your own transaction, carried at least once, each with
+/// exactly one recorded outcome.
+#[derive(Debug, Parser)]
+#[command(name = "postrider", version, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+pub struct Cli {
+    /// Configuration file [default: postrider.toml, if there is one]
+    #[arg(long, value_name = "FILE", global = true)]
+    pub config: Option<PathBuf>,
+
+    /// sqlite://FILE, postgres://USER@HOST/DATABASE or mysql://USER@HOST/DATABASE [default: sqlite://postrider.db]
+    ///
+    /// Order: this flag, POSTRIDER_DATABASE, the configuration file, POSTGRES_DSN, sqlite://postrider.db.
+    #[arg(long, value_name = "URL", global = true, env = "POSTRIDER_DATABASE", hide_env_values = true)]
+    pub database: Option<String>,
+
+    /// Print one JSON document on stdout, for scripts
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    /// How logs are written to stderr (RUST_LOG chooses what is logged)
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text", global = true)]
+    pub log: LogFormat,
+
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Create or upgrade the tables in the database
+    Migrate(Migrate),
+    /// Write messages into a lane, in a transaction of their own
+    Enqueue(Enqueue),
+    /// Deliver messages until stopped, or once
+    Worker(Worker),
+    /// Look at messages and lend a hand: requeue, release, purge
+    #[command(subcommand)]
+    Outbox(Outbox),
+    /// See deliveries, retries, a dead message and its requeue, on an embedded database
+    Demo(Demo),
+    /// Measure how fast this is here, as a ratio to bare SQL on the same database
+    Bench(crate::bench::Bench),
+    /// Print completions for a shell
+    ///
+    /// For example: postrider completions bash > ~/.local/share/bash-completion/completions/postrider
+    Completions {
+        #[arg(value_enum)]
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Create or upgrade the tables in the database.
+///
+/// On SQLite this also happens by itself when a command first needs the tables; on PostgreSQL and MySQL only here.
+#[derive(Debug, Args)]
+pub struct Migrate {
+    /// Change nothing; exit with 1 if something is to be done
+    #[arg(long)]
+    pub check: bool,
+}
+
+const ENQUEUE_EXAMPLES: &str = "\
+Examples:
+  postrider enqueue invoices --payload '{\"invoice\":7}' --key invoice-7 --target erp
+  postrider enqueue invoices --payload-file invoice.pdf --delay 5m
+  postrider enqueue invoices --ndjson messages.ndjson
+
+A line of --ndjson: {\"payload\": any, \"key\"?, \"target\"?, \"active_key\"?, \"delay\"?: \"5s\", \"headers\"?: {}}
+A payload that is a string is sent as text, anything else as its JSON.
+
+Prints {\"id\":1,\"outcome\":\"created\"}. The outcome is `exists` when the same message is there already under its key,
+and `differs` (exit code 1, nothing written) when the key belongs to another message.";
+
+/// Write messages into a lane, in a transaction of their own.
+#[derive(Debug, Args)]
+#[command(after_help = ENQUEUE_EXAMPLES)]
+pub struct Enqueue {
+    /// A lane of postrider.toml, or `log`, which prints
+    pub lane: String,
+
+    #[command(flatten)]
+    pub source: Source,
+
+    /// Idempotency key: the same key and content again is the same message
+    #[arg(long, value_name = "KEY")]
+    pub key: Option<String>,
+
+    /// Where it goes, as far as the lane tells destinations apart
+    #[arg(long, value_name = "TARGET")]
+    pub target: Option<String>,
+
+    /// At most one undelivered message of the lane has this key
+    #[arg(long, value_name = "KEY")]
+    pub active_key: Option<String>,
+
+    /// Not before this has passed: 500ms, 5s, 10m, 2h, 1d
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    pub delay: Option<Duration>,
+
+    /// Past this moment it is not worth delivering, e.g. 2026-03-01T12:00:00Z
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub deliver_before: Option<Timestamp>,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct Source {
+    /// The payload itself
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub payload: Option<String>,
+
+    /// A file with the payload; `-` is standard input
+    #[arg(long, value_name = "FILE")]
+    pub payload_file: Option<PathBuf>,
+
+    /// A file with one message a line; `-` is standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["key", "target", "active_key", "delay", "deliver_before"])]
+    pub ndjson: Option<PathBuf>,
+}
+
+/// Deliver messages until stopped, or once.
+///
+/// SIGTERM or Ctrl-C: claims no more, finishes what is under way within drain_timeout_sec, gives the rest back.
+#[derive(Debug, Args)]
+pub struct Worker {
+    /// Serve only this lane (may be repeated) [default: all of the configuration, and `log`]
+    #[arg(long = "lane", value_name = "LANE")]
+    pub lanes: Vec<String>,
+
+    /// Serve only this shard (may be repeated) [default: all]
+    #[arg(long = "shard", value_name = "N")]
+    pub shards: Vec<u32>,
+
+    /// Handle all that is due, print a summary, exit (with 1 if a message ended in retry or dead)
+    #[arg(long)]
+    pub once: bool,
+
+    /// A name for this worker, shown as the holder of its messages [default: host name]
+    #[arg(long, value_name = "ID")]
+    pub worker_id: Option<String>,
+
+    /// Deliveries at once, per lane
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub concurrency: Option<u32>,
+
+    /// Most messages taken in one claim
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub batch: Option<u32>,
+
+    /// How long a message is held before others may take it over
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub lease_seconds: Option<u32>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Outbox {
+    /// Count messages per lane
+    Stats,
+    /// List messages, newest first
+    List(List),
+    /// Show one message and its history
+    Show(Show),
+    /// Bring dead messages back, under their ids, with all attempts before them
+    Requeue(Requeue),
+    /// Give messages back that a worker holds, to be delivered by anybody now
+    Release(Release),
+    /// Delete messages that ended (sent or dead) long enough ago
+    Purge(Purge),
+}
+
+#[derive(Debug, Args)]
+pub struct List {
+    /// Only this lane
+    #[arg(long, value_name = "LANE")]
+    pub lane: Option<String>,
+    /// Only pending, leased, sent or dead
+    #[arg(long, value_name = "STATUS")]
+    pub status: Option<Status>,
+    /// At most this many
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub limit: u32,
+    /// Only ids below this one: the next page
+    #[arg(long, value_name = "ID")]
+    pub before: Option<i64>,
+}
+
+#[derive(Debug, Args)]
+pub struct Show {
+    pub id: i64,
+    /// Write the payload, as it is, and nothing else
+    #[arg(long, conflicts_with = "json")]
+    pub payload: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  postrider outbox requeue 17 18\n  postrider outbox requeue --lane invoices --dead --dry-run"
+)]
+pub struct Requeue {
+    /// Messages to bring back
+    #[arg(value_name = "ID", required_unless_present = "dead", conflicts_with = "dead")]
+    pub ids: Vec<i64>,
+    /// All dead ones of this lane (with --dead)
+    #[arg(long, value_name = "LANE", requires = "dead")]
+    pub lane: Option<String>,
+    /// All that are dead; needs --lane
+    #[arg(long, requires = "lane")]
+    pub dead: bool,
+    /// Only say what would be done
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Release {
+    /// Messages to give back, whoever holds them
+    #[arg(value_name = "ID", required_unless_present = "expired", conflicts_with = "expired")]
+    pub ids: Vec<i64>,
+    /// All whose lease ran out and that nobody has taken over yet
+    #[arg(long)]
+    pub expired: bool,
+    /// Only this lane (with --expired)
+    #[arg(long, value_name = "LANE", requires = "expired")]
+    pub lane: Option<String>,
+    /// Only say what would be done
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Purge {
+    /// Only what ended at least this long ago: 12h, 7d
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    pub older_than: Duration,
+    /// Only this lane
+    #[arg(long, value_name = "LANE")]
+    pub lane: Option<String>,
+    /// Only count
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Demo {
+    /// Keep worker, receiver and database until Ctrl-C, to look around
+    #[arg(long)]
+    pub stay: bool,
+}
+
+fn parse_time(text: &str) -> Result<Timestamp, String> {
+    text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}

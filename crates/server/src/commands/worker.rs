@@ -1,0 +1,129 @@
+//! `postrider worker`: serves lanes until a signal, or once.
+
+use std::time::Duration;
+
+use postrider::worker::Report;
+use postrider::worker::core::Tally;
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::cli::Worker;
+use crate::config::{Config, Lane};
+use crate::database;
+use crate::failure::{Ending, Failure, Result};
+use crate::output::Output;
+use crate::table::Table;
+
+pub async fn run(config: &Config, args: Worker, output: Output) -> Result<Ending> {
+    let lanes = chosen(config, &args)?;
+    let outbox = database::open_ready(config).await?;
+    let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
+    for (name, lane) in &lanes {
+        let mut settings = lane.settings.clone();
+        if !args.shards.is_empty() {
+            settings.shards = shards(name, lane, &args.shards)?;
+        }
+        settings.concurrency = args.concurrency.map_or(settings.concurrency, |n| n as usize);
+        settings.batch = args.batch.map_or(settings.batch, |n| n as usize);
+        settings.lease = args.lease_seconds.map_or(settings.lease, |n| Duration::from_secs(n.into()));
+        worker = worker.lane_with(settings, lane.destination.courier(&outbox, output).await?);
+    }
+    if let Some(name) = &args.worker_id {
+        worker = worker.name(name);
+    }
+    if args.once {
+        worker = worker.once();
+    }
+    let shutdown = stop_signal()?;
+    announce(config, &args, &lanes);
+    let report: Report = if config.enabled {
+        worker.run(shutdown).await?
+    } else {
+        tracing::warn!("the outbox is switched off (OUTBOX_ENABLED or [outbox] enabled): nothing is claimed");
+        if !args.once {
+            shutdown.await;
+        }
+        lanes.iter().map(|(name, _)| ((*name).to_owned(), Tally::default())).collect()
+    };
+    finish(&report, &args, output)
+}
+
+fn chosen<'a>(config: &'a Config, args: &Worker) -> Result<Vec<(&'a str, &'a Lane)>> {
+    if args.lanes.is_empty() {
+        return Ok(config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect());
+    }
+    let mut lanes: Vec<(&str, &Lane)> = Vec::new();
+    for wanted in &args.lanes {
+        let lane = config.lane(wanted)?;
+        if !lanes.iter().any(|(name, _)| name == wanted) {
+            lanes.push((lane.settings.lane.as_str(), lane));
+        }
+    }
+    Ok(lanes)
+}
+
+fn shards(name: &str, lane: &Lane, wanted: &[u32]) -> Result<Vec<u32>> {
+    if let Some(wrong) = wanted.iter().find(|n| **n >= lane.rules.shards) {
+        let last = lane.rules.shards - 1;
+        return Err(Failure::usage(format!(
+            "lane `{name}` has no shard {wrong}, only 0 to {last}; name other lanes with --lane, or set shards in [lane.{name}]"
+        )));
+    }
+    let mut shards = wanted.to_vec();
+    shards.sort_unstable();
+    shards.dedup();
+    Ok(shards)
+}
+
+/// Resolves at SIGTERM or Ctrl-C. A second one ends the process at once; what it holds is taken over when its leases
+/// run out.
+fn stop_signal() -> Result<impl Future<Output = ()>> {
+    let listen = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot listen for signals: {e}")));
+    let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+        tracing::info!("stopping: finishing what is under way (once more to stop at once)");
+        tokio::spawn(async move {
+            tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+            std::process::exit(1);
+        });
+    })
+}
+
+fn announce(config: &Config, args: &Worker, lanes: &[(&str, &Lane)]) {
+    let names: Vec<String> = lanes.iter().map(|(name, lane)| format!("{name} ({})", lane.destination.name())).collect();
+    // The holder's name as others see it, but for the random part each run adds.
+    let holder = postrider::clock::incarnation(args.worker_id.as_deref());
+    let worker_id = holder.rsplit_once(':').map_or(holder.as_str(), |(name, _)| name);
+    tracing::info!(lanes = names.join(", "), database = database::shown(config), worker_id, "worker started");
+}
+
+fn finish(report: &Report, args: &Worker, output: Output) -> Result<Ending> {
+    for (lane, tally) in report.iter().filter(|_| !args.once) {
+        tracing::info!(lane, sent = tally.sent, retried = tally.retried, dead = tally.dead, "worker stopped");
+    }
+    if args.once || output.json {
+        let lanes: serde_json::Map<String, serde_json::Value> =
+            report.iter().map(|(lane, tally)| (lane.clone(), as_json(tally))).collect();
+        output.show(&json!({ "lanes": lanes }), || as_table(report))?;
+    }
+    Ok(Ending::failed_if(args.once && report.iter().any(|(_, tally)| tally.retried + tally.dead > 0)))
+}
+
+fn as_json(tally: &Tally) -> serde_json::Value {
+    json!({
+        "claimed": tally.claimed, "sent": tally.sent, "dedup_hits": tally.dedup_hits, "retried": tally.retried,
+        "dead": tally.dead, "deferred": tally.deferred, "takeovers": tally.takeovers, "conflicts": tally.conflicts,
+        "unknown": tally.unknown,
+    })
+}
+
+fn as_table(report: &Report) -> String {
+    let mut table = Table::new(["lane", "sent", "retry", "dead", "deferred", "taken over"]);
+    for (lane, t) in report {
+        let numbers = [t.sent, t.retried, t.dead, t.deferred, t.takeovers].map(|n| n.to_string());
+        let [sent, retried, dead, deferred, takeovers] = numbers;
+        table.row([lane.clone(), sent, retried, dead, deferred, takeovers]);
+    }
+    table.render()
+}

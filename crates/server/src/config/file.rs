@@ -1,0 +1,85 @@
+//! `postrider.toml` as it is written: names and types, every section and key known by name.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use toml::Spanned;
+
+use super::values::{BackoffRule, BackoffTable, Count, Seconds, Span};
+
+/// Sections of parts that are still to come: known, and refused by name.
+macro_rules! file {
+    ($($later:ident),*) => {
+        #[derive(Debug, Default, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct File {
+            pub database: Option<String>,
+            pub listen: Option<Spanned<String>>,
+            #[serde(default)]
+            pub outbox: OutboxKeys,
+            #[serde(default)]
+            pub lane: BTreeMap<String, Spanned<LaneKeys>>,
+            $($later: Option<Spanned<IgnoredAny>>,)*
+        }
+
+        impl File {
+            /// The sections this version does not have yet, and where they stand.
+            pub fn later(&self) -> impl Iterator<Item = (&'static str, Range<usize>)> {
+                [$((stringify!($later), &self.$later)),*].into_iter().filter_map(|(name, section)| Some((name, section.as_ref()?.span())))
+            }
+        }
+    };
+}
+file!(webhooks, orders, memory, gate, auth, secrets, tls, telemetry, alerts, store, verify);
+
+/// `[outbox]`: for all lanes.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [outbox]")]
+pub struct OutboxKeys {
+    pub enabled: Option<bool>,
+    pub drain_timeout_sec: Option<Seconds<0>>,
+    pub concurrency: Option<Count<100_000>>,
+    pub batch: Option<Count<10_000>>,
+    pub poll_interval_sec: Option<Seconds<1>>,
+    pub lock_lease_sec: Option<Seconds<1000>>,
+    pub max_attempts: Option<Count<1_000_000>>,
+    pub max_crashes: Option<Count<1_000>>,
+    pub backoff: Option<BackoffRule>,
+    pub backoff_sec: Option<Spanned<BackoffTable>>,
+}
+
+/// `[lane.NAME]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a section [lane.NAME]")]
+pub struct LaneKeys {
+    pub courier: Option<CourierName>,
+    pub url: Option<Spanned<String>>,
+    pub timeout_ms: Option<Spanned<Count<3_600_000>>>,
+    #[serde(default)]
+    pub headers: BTreeMap<String, Spanned<String>>,
+    pub show_payload: Option<Spanned<bool>>,
+    pub concurrency: Option<Count<100_000>>,
+    pub batch: Option<Count<10_000>>,
+    pub poll_interval_sec: Option<Seconds<1>>,
+    pub lock_lease_sec: Option<Seconds<1000>>,
+    pub shards: Option<Count<1024>>,
+    pub max_attempts: Option<Count<1_000_000>>,
+    pub max_crashes: Option<Count<1_000>>,
+    pub backoff: Option<BackoffRule>,
+    pub backoff_sec: Option<Spanned<BackoffTable>>,
+    pub dedup: Option<bool>,
+    pub audit: Option<bool>,
+    pub retention: Option<Span>,
+    pub key_ttl: Option<Span>,
+    pub max_payload_bytes: Option<Count<1_073_741_824>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CourierName {
+    Http,
+    Log,
+    Noop,
+}

@@ -1,0 +1,288 @@
+//! The configuration in force: `postrider.toml`, the environment and the flags, checked once, before anything starts.
+
+mod file;
+mod tuning;
+pub mod values;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use postrider::message::check_lane_name;
+use postrider::worker::core::LaneSettings;
+use postrider::{LaneRules, Lanes};
+
+use self::file::{CourierName, File, LaneKeys};
+use self::tuning::{FromEnvironment, Tuning};
+use crate::couriers::Destination;
+use crate::failure::{Failure, Result};
+use crate::secret;
+
+const DEFAULT_FILE: &str = "postrider.toml";
+const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
+/// Lanes of parts that are still to come.
+const PEERS: [&str; 3] = ["webhooks", "orders", "memory"];
+
+/// All that the commands need to know.
+#[derive(Debug)]
+pub struct Config {
+    pub database: String,
+    pub enabled: bool,
+    pub drain: Duration,
+    pub lanes: BTreeMap<String, Lane>,
+}
+
+/// One lane: what the store keeps, how it is worked, where it goes.
+#[derive(Debug)]
+pub struct Lane {
+    pub rules: LaneRules,
+    pub settings: LaneSettings,
+    pub destination: Destination,
+}
+
+impl Config {
+    /// Reads the file (`postrider.toml` if it is there, or the one that was named) and the environment.
+    pub fn load(file: Option<&Path>, database: Option<String>) -> Result<Config> {
+        let path = file.map_or_else(|| PathBuf::from(DEFAULT_FILE), Path::to_owned);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && file.is_none() => String::new(),
+            Err(error) => {
+                return Err(Failure::usage(format!(
+                    "cannot read the configuration {}: {error}; check --config",
+                    path.display()
+                )));
+            }
+        };
+        let variable = |name: &str| std::env::var(name).ok();
+        let mut config = read(&path, &text, variable)?;
+        let given = |url: &String| !url.trim().is_empty();
+        if let Some(url) = database.filter(given) {
+            config.database = url;
+        } else if config.database.is_empty() {
+            config.database = variable("POSTGRES_DSN").filter(given).unwrap_or_else(|| DEFAULT_DATABASE.to_owned());
+        }
+        config.database =
+            secret::resolve(&config.database).map_err(|e| Failure::usage(format!("the database's URL: {e}")))?;
+        Ok(config)
+    }
+
+    /// The lanes as the store keeps them.
+    pub fn store_lanes(&self) -> Lanes {
+        self.lanes.iter().fold(Lanes::new(), |lanes, (name, lane)| lanes.with(name, lane.rules.clone()))
+    }
+
+    /// The lane of that name, or why it cannot be used.
+    pub fn lane(&self, name: &str) -> Result<&Lane> {
+        if PEERS.contains(&name) {
+            return Err(Failure::usage(format!(
+                "the lane `{name}` belongs to a part that this version of postrider does not have yet; use a lane of your own ([lane.NAME] in {DEFAULT_FILE})"
+            )));
+        }
+        check_lane_name(name)?;
+        self.lanes.get(name).ok_or_else(|| {
+            let known: Vec<&str> = self.lanes.keys().map(String::as_str).collect();
+            Failure::usage(format!(
+                "there is no lane `{name}`; known: {}. Add [lane.{name}] to {DEFAULT_FILE}, or name the file with --config",
+                known.join(", ")
+            ))
+        })
+    }
+}
+
+/// Complains with the file and the line.
+struct Place<'a> {
+    path: &'a Path,
+    text: &'a str,
+}
+
+impl Place<'_> {
+    fn wrong(&self, at: Range<usize>, what: impl std::fmt::Display) -> Failure {
+        let line = self.text.get(..at.start).unwrap_or(self.text).matches('\n').count() + 1;
+        Failure::usage(format!("{}:{line}: {what}", self.path.display()))
+    }
+
+    /// An error of the parser or of a value, with the key it is about.
+    fn refused(&self, error: &toml::de::Error) -> Failure {
+        let at = error.span().unwrap_or(0..0);
+        if let Some(names) = error.message().strip_prefix("unknown field ") {
+            return self.wrong(at, unknown_key(names));
+        }
+        let start = self.text.get(..at.start).and_then(|before| before.rfind('\n')).map_or(0, |n| n + 1);
+        let line = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or("");
+        let key = line.split_once('=').map_or(String::new(), |(key, _)| format!("{}: ", key.trim()));
+        // What the parser makes of `courier = noop`.
+        let hint = if error.message().starts_with("invalid float") { "; text needs quotes" } else { "" };
+        self.wrong(at, format!("{key}{}{hint}", error.message().replace('\n', "; ")))
+    }
+}
+
+/// From "`wrong`, expected one of `a`, `b`" to a suggestion.
+fn unknown_key(names: &str) -> String {
+    let mut quoted = names.split('`').skip(1).step_by(2);
+    let wrong = quoted.next().unwrap_or_default();
+    let known: Vec<&str> = quoted.collect();
+    match known.iter().min_by_key(|key| distance(wrong, key)).filter(|key| distance(wrong, key) <= 2) {
+        Some(key) => format!("unknown key `{wrong}`; did you mean `{key}`?"),
+        None => format!("unknown key `{wrong}`; known here: {}", known.join(", ")),
+    }
+}
+
+/// How many letters must change to make one word the other.
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let changed = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<Config> {
+    let place = Place { path, text };
+    let file: File = toml::from_str(text).map_err(|error| place.refused(&error))?;
+    if let Some((name, at)) = file.later().next() {
+        let what =
+            format!("[{name}] is for a part that this version of postrider does not have yet; take the section out");
+        return Err(place.wrong(at, what));
+    }
+    if let Some(listen) = &file.listen
+        && listen.get_ref().parse::<std::net::SocketAddr>().is_err()
+    {
+        return Err(place.wrong(listen.span(), "listen must be an address and a port, like \"127.0.0.1:8787\""));
+    }
+    if let (Some(_), Some(twice)) = (&file.outbox.backoff, &file.outbox.backoff_sec) {
+        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
+    }
+    let environment = FromEnvironment::read(variable)
+        .map_err(|e| Failure::usage(format!("{e} (from the environment; correct or unset it)")))?;
+    let common = Tuning::from(&file.outbox);
+
+    let mut lanes = BTreeMap::new();
+    for (name, keys) in &file.lane {
+        let lane = lane(&place, name, keys.span(), keys.get_ref(), &common, &environment.tuning)?;
+        lanes.insert(name.clone(), lane);
+    }
+    if !lanes.contains_key("log") {
+        let keys = LaneKeys::default();
+        lanes.insert("log".to_owned(), lane(&place, "log", 0..0, &keys, &common, &environment.tuning)?);
+    }
+    Ok(Config {
+        database: file.database.unwrap_or_default(),
+        enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
+        drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
+        lanes,
+    })
+}
+
+fn lane(
+    place: &Place,
+    name: &str,
+    at: Range<usize>,
+    keys: &LaneKeys,
+    common: &Tuning,
+    environment: &Tuning,
+) -> Result<Lane> {
+    if PEERS.contains(&name) {
+        let what = format!(
+            "[lane.{name}] is for a part that this version of postrider does not have yet; take it out or choose another name"
+        );
+        return Err(place.wrong(at, what));
+    }
+    check_lane_name(name).map_err(|e| place.wrong(at.clone(), e))?;
+    if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
+        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
+    }
+    if keys.key_ttl.is_some_and(|ttl| ttl.0.is_zero()) {
+        return Err(place.wrong(
+            at,
+            format!("[lane.{name}]: with key_ttl = \"0\" no key would be remembered; write for how long, like \"7d\""),
+        ));
+    }
+    let usual = LaneRules::default();
+    let rules = LaneRules {
+        shards: keys.shards.map_or(usual.shards, |n| n.0),
+        max_payload_bytes: keys.max_payload_bytes.map_or(usual.max_payload_bytes, |n| n.0 as usize),
+        key_ttl: keys.key_ttl.map_or(usual.key_ttl, |s| s.0),
+        retention: keys.retention.map_or(usual.retention, |s| s.0),
+        dedup: keys.dedup.unwrap_or(false),
+        audit: keys.audit.unwrap_or(false),
+        ..usual
+    };
+    Lanes::new().with(name, rules.clone()).check().map_err(|e| place.wrong(at.clone(), e))?;
+    let mut settings = LaneSettings::new(name);
+    settings.shards = (0..rules.shards).collect();
+    for tuning in [common, &Tuning::from(keys), environment] {
+        tuning.apply(&mut settings);
+    }
+    Ok(Lane { rules, settings, destination: destination(place, name, at, keys)? })
+}
+
+fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> Result<Destination> {
+    let courier = match (keys.courier, name) {
+        (Some(courier), _) => courier,
+        (None, "log") => CourierName::Log,
+        (None, _) => {
+            return Err(
+                place.wrong(at, format!("[lane.{name}] needs a courier: \"http\" (with url), \"log\" or \"noop\""))
+            );
+        }
+    };
+    let alien = |key: &str, given: Option<Range<usize>>, wants: &str| match given {
+        Some(at) => Err(place.wrong(at, format!("{key} is only for courier = \"{wants}\"; leave it out"))),
+        None => Ok(()),
+    };
+    if courier != CourierName::Log {
+        alien("show_payload", keys.show_payload.as_ref().map(|k| k.span()), "log")?;
+    }
+    if courier != CourierName::Http {
+        alien("url", keys.url.as_ref().map(|k| k.span()), "http")?;
+        alien("timeout_ms", keys.timeout_ms.as_ref().map(|k| k.span()), "http")?;
+        alien("headers", keys.headers.values().next().map(|k| k.span()), "http")?;
+    }
+    Ok(match courier {
+        CourierName::Noop => Destination::Nowhere,
+        CourierName::Log => {
+            Destination::Print { show_payload: keys.show_payload.as_ref().is_some_and(|k| *k.get_ref()) }
+        }
+        CourierName::Http => {
+            let url = keys.url.as_ref().ok_or_else(|| {
+                place.wrong(
+                    at,
+                    format!("[lane.{name}] needs a url for courier = \"http\", like \"https://example.com/{name}\""),
+                )
+            })?;
+            let mut headers = Vec::new();
+            for (name, value) in &keys.headers {
+                headers.push((name.clone(), header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))?));
+            }
+            let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
+            let destination = Destination::Http { url: url.get_ref().clone(), timeout, headers };
+            destination.check().map_err(|e| place.wrong(url.span(), e))?;
+            destination
+        }
+    })
+}
+
+/// A header's value; what looks like a credential must be a reference.
+fn header(name: &str, value: &str) -> Result<String, String> {
+    let lower = name.to_ascii_lowercase();
+    let secret = ["authorization", "cookie", "token", "secret", "password", "api-key", "apikey"]
+        .iter()
+        .any(|word| lower.contains(word));
+    if secret && !secret::is_reference(value) {
+        return Err(format!(
+            "{name} looks like a secret; write where it is kept instead: \"env:NAME\", \"file:PATH\" or \"exec:COMMAND\""
+        ));
+    }
+    secret::resolve(value)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,166 @@
+//! What `postrider.toml` may say, what it may not, and which place wins.
+
+use std::path::Path;
+use std::time::Duration;
+
+use postrider::backoff::Backoff;
+
+use super::*;
+
+fn config(text: &str) -> Config {
+    with_environment(text, &[])
+}
+
+fn with_environment(text: &str, environment: &[(&str, &str)]) -> Config {
+    let variable = |name: &str| environment.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+    read(Path::new("postrider.toml"), text, variable).unwrap_or_else(|e| panic!("{}\nin\n{text}", e.message()))
+}
+
+fn refusal(text: &str) -> String {
+    read(Path::new("postrider.toml"), text, |_| None).expect_err(text).message().to_owned()
+}
+
+#[test]
+fn without_a_file_there_is_the_lane_log() {
+    let config = config("");
+    assert_eq!(config.lanes.keys().collect::<Vec<_>>(), ["log"]);
+    let log = &config.lanes["log"].settings;
+    assert_eq!((log.concurrency, log.batch, log.lease), (64, 256, Duration::from_secs(60)));
+    assert!(config.enabled);
+    assert_eq!(config.drain, Duration::from_secs(20));
+}
+
+#[test]
+fn every_key_of_a_lane_arrives() {
+    let config = config(
+        r#"
+        database = "sqlite://x.db"
+        listen = "127.0.0.1:8787"
+        [lane.invoices]
+        courier = "http"
+        url = "https://erp.example/invoices"
+        timeout_ms = 2500
+        headers = { X-Source = "postrider" }
+        concurrency = 3
+        batch = 7
+        lock_lease_sec = 30
+        poll_interval_sec = 0.25
+        shards = 4
+        max_attempts = 9
+        max_crashes = 2
+        backoff = { kind = "exponential", base_sec = 1, max_sec = 8, jitter = 0.0 }
+        dedup = true
+        audit = true
+        retention = "30d"
+        key_ttl = "2h"
+        max_payload_bytes = 1000
+        "#,
+    );
+    assert_eq!(config.database, "sqlite://x.db");
+    let lane = &config.lanes["invoices"];
+    let s = &lane.settings;
+    assert_eq!(
+        (s.concurrency, s.batch, s.shards.len(), s.budgets.max_attempts, s.budgets.max_crashes),
+        (3, 7, 4, 9, 2)
+    );
+    assert_eq!((s.lease, s.poll), (Duration::from_secs(30), Duration::from_millis(250)));
+    let exponential = Backoff::Exponential { base: Duration::from_secs(1), max: Duration::from_secs(8), jitter: 0.0 };
+    assert_eq!(s.budgets.backoff, exponential);
+    let r = &lane.rules;
+    assert!(r.dedup && r.audit);
+    assert_eq!((r.shards, r.max_payload_bytes), (4, 1000));
+    assert_eq!((r.retention, r.key_ttl), (Duration::from_secs(30 * 86400), Duration::from_secs(7200)));
+    let expected = Destination::Http {
+        url: "https://erp.example/invoices".into(),
+        timeout: Duration::from_millis(2500),
+        headers: vec![("X-Source".into(), "postrider".into())],
+    };
+    assert_eq!(lane.destination, expected);
+}
+
+#[test]
+fn the_later_place_wins() {
+    let text = "
+        [outbox]
+        concurrency = 10
+        batch = 20
+        backoff_sec = [5, 10]
+        drain_timeout_sec = 3
+        [lane.a]
+        courier = \"noop\"
+        batch = 30
+        backoff = { kind = \"doubling\", base_sec = 30 }
+        [lane.b]
+        courier = \"noop\"
+    ";
+    let table = |seconds: &[u64]| Backoff::Table(seconds.iter().map(|s| Duration::from_secs(*s)).collect());
+    let plain = config(text);
+    let (a, b) = (&plain.lanes["a"].settings, &plain.lanes["b"].settings);
+    assert_eq!((a.concurrency, a.batch, b.concurrency, b.batch), (10, 30, 10, 20));
+    assert_eq!(a.budgets.backoff, Backoff::Doubling { base: Duration::from_secs(30), jitter: 0.0 });
+    assert_eq!(b.budgets.backoff, table(&[5, 10]));
+    assert_eq!(plain.drain, Duration::from_secs(3));
+
+    let forced =
+        with_environment(text, &[("OUTBOX_BATCH", "40"), ("OUTBOX_BACKOFF_SEC", "1,2"), ("OUTBOX_ENABLED", "false")]);
+    let a = &forced.lanes["a"].settings;
+    assert_eq!((a.concurrency, a.batch, &a.budgets.backoff), (10, 40, &table(&[1, 2])));
+    assert!(!forced.enabled);
+}
+
+#[test]
+fn nonsense_is_refused_with_line_and_remedy() {
+    let lane = |rest: &str| format!("[lane.a]\ncourier = \"noop\"\n{rest}\n");
+    let cases = [
+        (lane("concurency = 4"), "postrider.toml:3: unknown key `concurency`; did you mean `concurrency`?"),
+        (lane("concurrency = 0"), "postrider.toml:3: concurrency: must be a whole number from 1"),
+        (lane("concurrency = \"64\""), "postrider.toml:3: concurrency: must be a whole number"),
+        (lane("lock_lease_sec = 0"), "postrider.toml:3: lock_lease_sec: must be at least 1"),
+        (lane("poll_interval_sec = -1"), "postrider.toml:3: poll_interval_sec: must be a number of seconds from 0"),
+        (lane("retention = 7"), "like \"7d\""),
+        (lane("retention = \"7 days\""), "500ms, 5s, 10m, 2h, 7d"),
+        (lane("shards = 2000"), "from 1 to 1024"),
+        (lane("dedup = \"yes\""), "postrider.toml:3: dedup: "),
+        (lane("dedup = true\nretention = \"0\""), "postrider.toml:1: lane `a`: dedup = true needs a retention"),
+        (
+            lane("backoff = { kind = \"exponential\", jitter = 2 }"),
+            "postrider.toml:3: backoff: jitter must be from 0.0 to 1.0",
+        ),
+        (lane("backoff = { kind = \"linear\" }"), "\"exponential\", \"table\" or \"doubling\""),
+        (lane("backoff = { kind = \"table\" }"), "sec = [5, 10, 20]"),
+        (lane("backoff = { kind = \"table\", sec = [1], jitter = 0.1 }"), "`jitter` means nothing"),
+        (lane("backoff_sec = []"), "postrider.toml:3: backoff_sec: the list is empty"),
+        (lane("backoff_sec = [5]\nbackoff = { kind = \"doubling\" }"), "keep one"),
+        (lane("url = \"https://x.example\""), "postrider.toml:3: url is only for courier = \"http\""),
+        ("[lane.a]\nurl = \"https://x.example\"".into(), "postrider.toml:1: [lane.a] needs a courier"),
+        ("\n[lane.a]\ncourier = \"http\"".into(), "postrider.toml:2: [lane.a] needs a url"),
+        ("[lane.a]\ncourier = \"pigeon\"".into(), "postrider.toml:2: courier: unknown variant `pigeon`"),
+        ("[lane.a]\ncourier = \"http\"\nurl = \"ftp://x\"".into(), "postrider.toml:3: "),
+        (
+            "[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\nheaders = { Authorization = \"Bearer abc\" }".into(),
+            "postrider.toml:4: Authorization looks like a secret",
+        ),
+        ("[lane.\"a b\"]\ncourier = \"noop\"".into(), "postrider.toml:1: `a b` is no lane name"),
+        ("[lane.orders]\nconcurrency = 4".into(), "postrider.toml:1: [lane.orders] is for a part"),
+        (lane("key_ttl = \"0\""), "postrider.toml:1: [lane.a]: with key_ttl"),
+        (lane("colour = 4"), "postrider.toml:3: unknown key `colour`; known here: courier, url"),
+        ("[lane.a]\ncourier = noop".into(), "postrider.toml:2: courier: "),
+        ("[lane]\nx = 5".into(), "postrider.toml:2: x: invalid type: integer `5`, expected a section [lane.NAME]"),
+        ("x = 1".into(), "postrider.toml:1: unknown key `x`"),
+        ("listen = \"here\"".into(), "postrider.toml:1: listen must be an address"),
+        (
+            "\n\n[webhooks]\nmax_retry_limit = 5".into(),
+            "postrider.toml:3: [webhooks] is for a part that this version of postrider does not have yet",
+        ),
+        ("[[store]]\nshards = [0]".into(), "[store] is for a part"),
+        ("database = ".into(), "postrider.toml:1: "),
+        ("[outbox]\nenabled = 1".into(), "postrider.toml:2: enabled: "),
+    ];
+    for (text, expected) in cases {
+        let said = refusal(&text);
+        assert!(said.contains(expected), "{text}\nsaid:     {said}\nexpected: {expected}");
+        if text.contains("Bearer") {
+            assert!(!said.contains("abc"), "a secret is shown: {said}");
+        }
+    }
+}

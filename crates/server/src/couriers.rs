@@ -1,0 +1,61 @@
+//! From a lane's configuration to the courier that carries its messages.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postrider::couriers::http::{Http, HttpSettings};
+use postrider::couriers::{Log, Noop};
+use postrider::{Courier, Outbox};
+
+use crate::failure::Result;
+use crate::output::Output;
+
+/// Where the messages of a lane go.
+#[derive(Clone, PartialEq)]
+pub enum Destination {
+    Http { url: String, timeout: Duration, headers: Vec<(String, String)> },
+    Print { show_payload: bool },
+    Nowhere,
+}
+
+impl std::fmt::Debug for Destination {
+    /// Headers may be secrets.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Destination {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Destination::Http { .. } => "http",
+            Destination::Print { .. } => "log",
+            Destination::Nowhere => "noop",
+        }
+    }
+
+    /// Refuses what nothing could be delivered to, before anything starts.
+    pub fn check(&self) -> postrider::Result<()> {
+        match self {
+            Destination::Http { url, timeout, headers } => http(url, *timeout, headers, "any").map(drop),
+            Destination::Print { .. } | Destination::Nowhere => Ok(()),
+        }
+    }
+
+    pub async fn courier(&self, outbox: &Outbox, output: Output) -> Result<Arc<dyn Courier>> {
+        Ok(match self {
+            Destination::Nowhere => Arc::new(Noop),
+            // With --json, standard output is for the one document.
+            Destination::Print { show_payload } => {
+                Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })
+            }
+            Destination::Http { url, timeout, headers } => {
+                Arc::new(http(url, *timeout, headers, &outbox.store_id().await?)?)
+            }
+        })
+    }
+}
+
+fn http(url: &str, timeout: Duration, headers: &[(String, String)], store_id: &str) -> postrider::Result<Http> {
+    Http::new(HttpSettings { timeout, headers: headers.to_vec(), ..HttpSettings::new(url, store_id) })
+}

@@ -1,0 +1,69 @@
+//! Opens the outbox of the configured database and makes sure its tables are there.
+//!
+//! An embedded SQLite file belongs to whoever runs the command, so it is migrated as needed. A server's schema is
+//! changed only by `postrider migrate`, when its owner says so.
+
+use std::path::Path;
+
+use postrider::stores::without_password;
+use postrider::tx::Dialect;
+use postrider::{Outbox, stores};
+
+use crate::config::Config;
+use crate::failure::{Failure, Result};
+
+/// Whatever its schema.
+pub async fn open(config: &Config) -> Result<Outbox> {
+    let store = stores::open(&config.database, config.store_lanes(), stores::Options::default()).await?;
+    Ok(Outbox::new(store))
+}
+
+/// Only to look: a SQLite file that is not there is not created, and looks empty.
+pub async fn open_as_is(config: &Config) -> Result<Outbox> {
+    if missing_file(config).is_none() {
+        return open(config).await;
+    }
+    Ok(Outbox::open("sqlite::memory:", config.store_lanes()).await?)
+}
+
+/// With the schema this binary needs.
+pub async fn open_ready(config: &Config) -> Result<Outbox> {
+    let outbox = open(config).await?;
+    if outbox.store().dialect() == Dialect::Sqlite {
+        for migration in outbox.migrate().await? {
+            tracing::info!(migration, database = shown(config), "migrated");
+        }
+        return Ok(outbox);
+    }
+    let pending = outbox.pending_migrations().await?;
+    if pending.is_empty() {
+        outbox.register_lanes().await?;
+        return Ok(outbox);
+    }
+    Err(Failure::usage(format!(
+        "the database lacks {}; run `postrider migrate` first (with the same --database)",
+        pending.join(", ")
+    )))
+}
+
+/// For commands that only look or mend: they do not create a database where there is none.
+pub async fn open_existing(config: &Config) -> Result<Outbox> {
+    if let Some(file) = missing_file(config) {
+        return Err(Failure::unreachable(format!(
+            "there is no database {file}; check --database, or begin with `postrider enqueue` or `postrider migrate`"
+        )));
+    }
+    open_ready(config).await
+}
+
+/// The SQLite file that is named but not there.
+fn missing_file(config: &Config) -> Option<&str> {
+    let rest = config.database.strip_prefix("sqlite:")?;
+    let path = rest.strip_prefix("//").unwrap_or(rest).split('?').next()?;
+    (!path.is_empty() && path != ":memory:" && !Path::new(path).exists()).then_some(path)
+}
+
+/// The database as it may be shown.
+pub fn shown(config: &Config) -> String {
+    without_password(&config.database)
+}

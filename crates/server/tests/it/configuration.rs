@@ -1,0 +1,56 @@
+//! Where settings come from, seen from outside. What the file may say is tested beside its reader.
+
+use crate::home::Home;
+
+#[test]
+fn the_database_comes_from_flag_environment_file_dsn_default() {
+    let home = Home::sqlite();
+    let which = |flag: bool, environment: bool, file: bool, dsn: bool| {
+        for name in ["flag", "environment", "file", "dsn", "postrider"] {
+            let _ = std::fs::remove_file(home.path(&format!("{name}.db")));
+        }
+        home.write("postrider.toml", if file { "database = \"sqlite://file.db\"" } else { "" });
+        let mut command =
+            home.command(if flag { &["migrate", "--database", "sqlite://flag.db"] } else { &["migrate"] });
+        command.env("POSTRIDER_DATABASE", if environment { "sqlite://environment.db" } else { "" });
+        command.env("POSTGRES_DSN", if dsn { "sqlite://dsn.db" } else { "" });
+        assert!(command.status().unwrap().success());
+        ["flag", "environment", "file", "dsn", "postrider"]
+            .into_iter()
+            .find(|name| home.path(&format!("{name}.db")).exists())
+            .unwrap()
+    };
+    assert_eq!(which(true, true, true, true), "flag");
+    assert_eq!(which(false, true, true, true), "environment");
+    assert_eq!(which(false, false, true, true), "file");
+    assert_eq!(which(false, false, false, true), "dsn");
+    assert_eq!(which(false, false, false, false), "postrider");
+}
+
+#[test]
+fn a_wrong_file_stops_every_command_with_its_line() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", "[lane.a]\ncourier = \"noop\"\nconcurrency = 0\n");
+    home.run(&["migrate"]).refused(2, &["error: postrider.toml:3: concurrency: must be a whole number"]);
+    home.write("mine.toml", "\n[webhooks]\n");
+    home.run(&["worker", "--config", "mine.toml"]).refused(2, &["mine.toml:2: [webhooks]", "does not have yet"]);
+    home.run(&["worker", "--config", "none.toml"]).refused(2, &["cannot read the configuration none.toml"]);
+    assert!(!home.path("postrider.db").exists());
+}
+
+#[test]
+fn a_wrong_environment_is_named() {
+    let home = Home::sqlite();
+    let output = home.command(&["worker", "--once"]).env("OUTBOX_BACKOFF_SEC", "5,,10").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("OUTBOX_BACKOFF_SEC"));
+}
+
+#[test]
+fn secrets_are_references() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", "database = \"env:MY_DATABASE\"");
+    home.run(&["migrate"]).refused(2, &["MY_DATABASE"]);
+    assert!(home.command(&["migrate"]).env("MY_DATABASE", "sqlite://mine.db").status().unwrap().success());
+    assert!(home.path("mine.db").exists());
+}

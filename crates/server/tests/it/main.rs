@@ -1,0 +1,16 @@
+//! The command as people and scripts use it: the real binary, real files, real servers.
+
+// Processes take real time, and a deadline on them is read from a real clock.
+#![allow(clippy::disallowed_methods)]
+
+mod bad_input;
+mod configuration;
+mod demo;
+mod fleet;
+mod home;
+mod on_every_database;
+mod outage;
+mod receiver;
+mod scratch;
+mod terminal;
+mod worker;

@@ -1,0 +1,68 @@
+//! An HTTP receiver that answers as told and remembers what it got.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    pub headers: Vec<(String, String)>,
+    pub body: String,
+}
+
+impl Request {
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.iter().find(|(n, _)| n == name).map_or("", |(_, value)| value)
+    }
+}
+
+pub struct Receiver {
+    pub url: String,
+    requests: Arc<Mutex<Vec<Request>>>,
+}
+
+impl Receiver {
+    /// Answers each request with the status this gives, or never if it gives none.
+    pub fn start(answer: impl Fn(&Request) -> Option<u16> + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/in", listener.local_addr().unwrap());
+        let requests: Arc<Mutex<Vec<Request>>> = Arc::default();
+        let (log, answer) = (requests.clone(), Arc::new(answer));
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let (log, answer) = (log.clone(), answer.clone());
+                std::thread::spawn(move || serve(stream, &log, &*answer));
+            }
+        });
+        Receiver { url, requests }
+    }
+
+    pub fn requests(&self) -> Vec<Request> {
+        self.requests.lock().unwrap().clone()
+    }
+}
+
+fn serve(stream: TcpStream, log: &Mutex<Vec<Request>>, answer: &dyn Fn(&Request) -> Option<u16>) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    loop {
+        let mut request = Request::default();
+        let mut line = String::new();
+        while reader.read_line(&mut line).ok()? > 0 && !line.trim().is_empty() {
+            if let Some((name, value)) = line.split_once(": ") {
+                request.headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
+            }
+            line.clear();
+        }
+        if request.headers.is_empty() {
+            return None;
+        }
+        let mut body = vec![0; request.header("content-length").parse().unwrap_or(0)];
+        reader.read_exact(&mut body).ok()?;
+        request.body = String::from_utf8(body).ok()?;
+        log.lock().unwrap().push(request.clone());
+        match answer(&request) {
+            Some(status) => write!(reader.get_mut(), "HTTP/1.1 {status} Because\r\ncontent-length: 0\r\n\r\n").ok()?,
+            None => drop(reader.read_line(&mut line)), // until the other side gives up
+        }
+    }
+}
