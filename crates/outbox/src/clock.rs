@@ -43,12 +43,18 @@ impl Tick {
     }
 }
 
+/// Longest name before the incarnation, in bytes: `locked_by` takes 255 in all.
+const MAX_NAME_BYTES: usize = 200;
+
 /// A name no other worker process ever has: `hostname:pid:incarnation`. The incarnation is random, because a restarted
 /// process may get the same pid.
 pub fn incarnation(name: Option<&str>) -> String {
-    let host = gethostname::gethostname().to_string_lossy().into_owned();
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let name = name.map_or_else(|| format!("{host}:{}", std::process::id()), |id| format!("{id}:{}", std::process::id()));
     let mut short: String = name.chars().filter(|c| !c.is_control()).take(100).collect();
+    while short.len() > MAX_NAME_BYTES {
+        short.pop();
+    }
     short.push_str(&format!(":{:012x}", fastrand::u64(..) & 0xffff_ffff_ffff));
     short
 }

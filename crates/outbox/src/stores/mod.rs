@@ -71,11 +71,10 @@ pub async fn open(url: &str, lanes: Lanes, options: Options) -> Result<Arc<dyn S
 
 /// A URL that may be shown.
 pub fn without_password(url: &str) -> String {
-    match url::Url::parse(url) {
-        Ok(mut parsed) if parsed.password().is_some() => {
-            let _ = parsed.set_password(Some("***"));
-            parsed.to_string()
-        }
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+    match authority.rsplit_once('@').map(|(user, host)| (user.split_once(':'), host)) {
+        Some((Some((user, _)), host)) => format!("{scheme}://{user}:***@{host}{path}"),
         _ => url.to_owned(),
     }
 }
@@ -246,7 +245,7 @@ where
     for round in 0u32..8 {
         match run().await {
             Err(e) if e.worth_rerunning() => {
-                tokio::time::sleep(Duration::from_micros(fastrand::u64(500..(2000 << round.min(6))))).await;
+                tokio::time::sleep(Duration::from_micros(2000 << round.min(6)).mul_f64(crate::clock::chance())).await;
             }
             other => return other,
         }
@@ -265,4 +264,21 @@ pub(crate) fn seen_of(row: &Row) -> Result<Seen> {
             crashes: row.int(5)? as u32,
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passwords_are_not_shown() {
+        for (url, shown) in [
+            ("postgres://app:s3cr@t@db:5432/app?x=1", "postgres://app:***@db:5432/app?x=1"),
+            ("mysql://root@db/app", "mysql://root@db/app"),
+            ("sqlite://a:b@c.db", "sqlite://a:***@c.db"),
+            ("nonsense", "nonsense"),
+        ] {
+            assert_eq!(without_password(url), shown);
+        }
+    }
 }

@@ -289,11 +289,14 @@ async fn in_transaction(conn: &mut Conn, skew: i64, work: &mut Work) -> Result<(
 }
 
 async fn roll_back<R>(conn: &mut Conn, error: Error) -> Result<R> {
-    conn.query_drop("ROLLBACK").await.map_err(|e| {
-        let mut lost = classify(&e);
-        lost.kind = Kind::Unreachable;
-        lost
-    })?;
+    // A permit is a session variable, which no rollback takes back.
+    for sql in ["ROLLBACK", "SET @postrider_permit = NULL"] {
+        conn.query_drop(sql).await.map_err(|e| {
+            let mut lost = classify(&e);
+            lost.kind = Kind::Unreachable;
+            lost
+        })?;
+    }
     Err(error)
 }
 

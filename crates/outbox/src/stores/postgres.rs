@@ -659,6 +659,6 @@ async fn listen(config: Config, heard: Arc<Notify>) {
             heard.notify_one();
             let _ = futures_util::future::join(listening, messages).await;
         }
-        tokio::time::sleep(Duration::from_millis(fastrand::u64(500..1500))).await;
+        tokio::time::sleep(Duration::from_secs(1).mul_f64(0.5 + crate::clock::chance())).await;
     }
 }

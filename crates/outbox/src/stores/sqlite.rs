@@ -34,11 +34,17 @@ const GROUP: usize = 64;
 type Job = Box<dyn FnOnce(Option<&mut SqliteTx>) -> (bool, Finish) + Send>;
 type Finish = Box<dyn FnOnce(Result<()>) + Send>;
 
+struct Request {
+    job: Job,
+    /// Claim and settle: many, and sure to succeed as long as the file does.
+    hot: bool,
+}
+
 pub struct SqliteStore {
     lanes: Arc<Lanes>,
     skew: Arc<Skew>,
-    writer: mpsc::Sender<Job>,
-    reader: Option<mpsc::Sender<Job>>,
+    writer: mpsc::Sender<Request>,
+    reader: Option<mpsc::Sender<Request>>,
     deadline: Duration,
 }
 
@@ -70,6 +76,15 @@ impl SqliteStore {
         mode: Mode,
         work: impl FnOnce(&mut SqliteTx) -> Result<R> + Send + 'static,
     ) -> Result<R> {
+        self.ask_for(mode, false, work).await
+    }
+
+    async fn ask_for<R: Send + 'static>(
+        &self,
+        mode: Mode,
+        hot: bool,
+        work: impl FnOnce(&mut SqliteTx) -> Result<R> + Send + 'static,
+    ) -> Result<R> {
         let (reply, answer) = oneshot::channel();
         let job: Job = Box::new(move |tx| {
             let result = tx.map_or_else(|| Err(Error::database("no transaction")), |tx| in_request(tx, work));
@@ -77,7 +92,7 @@ impl SqliteStore {
         });
         let queue = if mode == Mode::Read { self.reader.as_ref().unwrap_or(&self.writer) } else { &self.writer };
         let closed = || Error::new(Kind::Unreachable, "the SQLite thread is gone");
-        queue.send(job).map_err(|_| closed())?;
+        queue.send(Request { job, hot }).map_err(|_| closed())?;
         match tokio::time::timeout(self.deadline, answer).await {
             Ok(answer) => answer.map_err(|_| closed().unknown())?,
             Err(_) => Err(Error::new(Kind::Timeout, "SQLite did not answer in time; is another process holding a write lock?").unknown()),
@@ -168,11 +183,11 @@ fn wait_for_other_process(round: i32) -> bool {
 }
 
 /// Starts the thread that owns a connection. Waiting requests share one commit; a failed one is rolled back alone.
-fn serve(name: &str, mut tx: SqliteTx, writes: bool) -> Result<mpsc::Sender<Job>> {
-    let (sender, jobs) = mpsc::channel::<Job>();
+fn serve(name: &str, mut tx: SqliteTx, writes: bool) -> Result<mpsc::Sender<Request>> {
+    let (sender, requests) = mpsc::channel::<Request>();
     let run = move || {
-        while let Ok(first) = jobs.recv() {
-            run_group(&mut tx, first, &jobs, writes);
+        while let Ok(first) = requests.recv() {
+            run_group(&mut tx, first, &requests, writes);
         }
     };
     let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
@@ -180,21 +195,37 @@ fn serve(name: &str, mut tx: SqliteTx, writes: bool) -> Result<mpsc::Sender<Job>
     Ok(sender)
 }
 
-fn run_group(tx: &mut SqliteTx, first: Job, jobs: &mpsc::Receiver<Job>, writes: bool) {
-    let begun = tx.batch(if writes { "BEGIN IMMEDIATE" } else { "BEGIN" });
-    let mut finishers: Vec<Finish> = Vec::with_capacity(4);
+fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Request>, writes: bool) {
+    let begin = if writes { "BEGIN IMMEDIATE" } else { "BEGIN" };
+    let mut begun = tx.batch(begin);
+    let mut done: Vec<Finish> = Vec::with_capacity(4);
     let mut next = Some(first);
-    while let Some(job) = next {
-        if begun.is_ok() {
-            // Without the savepoint a failing request would take its neighbours along.
+    let mut taken = 0;
+    while let Some(request) = next {
+        taken += 1;
+        // A savepoint lets a request fail without its neighbours, but every page is then copied before it changes. The
+        // first needs none, and the hot ones fail only when the file does.
+        let guarded = begun.is_ok() && !done.is_empty() && !request.hot;
+        if guarded {
             let _ = tx.batch("SAVEPOINT request");
-            let (fine, finish) = job(Some(tx));
-            let _ = tx.batch(if fine { "RELEASE request" } else { "ROLLBACK TO request; RELEASE request" });
-            finishers.push(finish);
-        } else {
-            finishers.push(job(None).1);
         }
-        next = if finishers.len() < GROUP { jobs.try_recv().ok() } else { None };
+        let (fine, finish) = (request.job)(if begun.is_ok() { Some(&mut *tx) } else { None });
+        match (&begun, guarded, fine) {
+            (Err(error), ..) => finish(Err(error.clone())),
+            (Ok(()), true, _) => {
+                let _ = tx.batch(if fine { "RELEASE request" } else { "ROLLBACK TO request; RELEASE request" });
+                done.push(finish);
+            }
+            (Ok(()), false, true) => done.push(finish),
+            (Ok(()), false, false) => {
+                let _ = tx.batch("ROLLBACK");
+                let neighbour = Error::new(Kind::Busy, "another request of the same commit failed; nothing was changed, try again");
+                done.drain(..).for_each(|finish| finish(Err(neighbour.clone())));
+                finish(Ok(())); // it knows its own error
+                begun = tx.batch(begin);
+            }
+        }
+        next = if taken < GROUP { requests.try_recv().ok() } else { None };
     }
     let ended = begun.and_then(|()| {
         tx.batch("COMMIT").map_err(|e| {
@@ -203,7 +234,7 @@ fn run_group(tx: &mut SqliteTx, first: Job, jobs: &mpsc::Receiver<Job>, writes: 
             if e.kind == Kind::Busy { e } else { e.unknown() }
         })
     });
-    for finish in finishers {
+    for finish in done {
         finish(ended.clone());
     }
 }
@@ -453,7 +484,16 @@ fn settle_sent(tx: &mut SqliteTx, rules: &LaneRules, lane: &str, owner: &str, en
             let Verdict::Sent { result_ref, .. } = &entry.verdict else { continue };
             let Lease { id, token } = entry.lease;
             let reference = result_ref.as_deref().map(crate::message::cut_error);
-            let won = !keep || insert.execute(rusqlite::params![id, token, owner, lane, now, reference])? == 1;
+            let moved = if keep { insert.execute(rusqlite::params![id, token, owner, lane, now, reference]) } else { Ok(1) };
+            let won = match moved {
+                // Only this statement is undone: a row in the way of one message must not cost the others their commit.
+                Err(error) if error.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation) => {
+                    tracing::error!(%error, lane, outbox_id = id, "a message could not be settled");
+                    answers.push(Settled::Refused);
+                    continue;
+                }
+                moved => moved? == 1,
+            };
             let won = won && delete.execute(rusqlite::params![id, token, owner, lane])? == 1;
             answers.push(if won { Settled::Applied } else { Settled::LeaseLost });
         }
@@ -498,7 +538,7 @@ impl Store for SqliteStore {
 
     async fn claim(&self, request: &Claim) -> Result<Claimed> {
         let request = request.clone();
-        self.ask(Mode::Write, move |tx| claim(tx, &request)).await
+        self.ask_for(Mode::Write, true, move |tx| claim(tx, &request)).await
     }
 
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
@@ -540,7 +580,7 @@ impl super::Shortcut for SqliteStore {
 
     async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
         let (rules, lane, owner, entries) = (rules.clone(), lane.to_owned(), owner.to_owned(), entries.to_vec());
-        self.ask(Mode::Write, move |tx| settle_sent(tx, &rules, &lane, &owner, &entries)).await
+        self.ask_for(Mode::Write, true, move |tx| settle_sent(tx, &rules, &lane, &owner, &entries)).await
     }
 }
 

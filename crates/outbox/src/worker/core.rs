@@ -677,7 +677,7 @@ impl Core {
         let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
         let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
         let ids: Vec<i64> = self.suspects.iter().filter(|(_, s)| alike(s)).map(|(id, _)| *id).take(group).collect();
-        ids.iter().for_each(|id| drop(self.suspects.remove(id)));
+        self.suspects.retain(|id, _| !ids.contains(id));
         self.apart = Apart::Serving { since: now, claimed: false };
         let limit = ids.len() as u32;
         self.send_claim(lane, shard, From::Ids(ids), limit, now);

@@ -36,6 +36,7 @@ on_every_store! {
     adoption_takes_ordinary_rows_too,
     adoption_does_not_touch_what_others_hold,
     claimed_now_is_the_databases_clock,
+    a_worker_may_have_a_long_name,
 }
 
 // ---- P2 ----
@@ -460,4 +461,14 @@ async fn claimed_now_is_the_databases_clock(db: Database) {
         let moved = now.since(before);
         assert!(moved >= secs(1000) && moved < secs(1060), "{moved:?}");
     }
+}
+
+async fn a_worker_may_have_a_long_name(db: Database) {
+    let id = db.put("a", "x").await;
+    let owner = postrider::clock::incarnation(Some(&"😀'\"\\".repeat(100)));
+    let lease = db.claim_one("a", &owner).await.lease();
+    assert!(db.renew(&owner, lease).await);
+    assert_eq!(db.show(id).await.locked_by.as_deref(), Some(owner.as_str()));
+    assert_eq!(db.settle("a", &owner, lease, retry(secs(0))).await, Settled::Applied);
+    assert_eq!(db.history(id).await[0].worker.as_deref(), Some(owner.as_str()));
 }

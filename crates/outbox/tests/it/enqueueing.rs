@@ -188,7 +188,8 @@ async fn p8_target_belongs_to_the_content(db: Database) {
 }
 
 async fn p8_keys_differ_by_case_blanks_accents_and_lane(db: Database) {
-    let keys = ["key", "KEY", "Key", "key ", "key  ", " key", "key\t", "kéy", "ke\u{301}y", "k\u{e9}y ", "ß", "ss", "ｋｅｙ"];
+    let keys =
+        ["key", "KEY", "Key", "key ", "key  ", " key", "key\t", "kéy", "ke\u{301}y", "k\u{e9}y ", "ß", "ss", "ｋｅｙ"];
     let mut ids = HashSet::new();
     for key in keys {
         for lane in ["a", "b"] {
@@ -294,7 +295,8 @@ async fn p8_active_keys_differ_by_case_blanks_and_lane(db: Database) {
 }
 
 async fn p8_one_key_twice_in_a_batch(db: Database) {
-    let batch = vec![message("x").key("k"), message("p"), message("x").key("k"), message("y").key("k"), message("x").key("l")];
+    let batch =
+        vec![message("x").key("k"), message("p"), message("x").key("k"), message("y").key("k"), message("x").key("l")];
     let entries = db.outbox.enqueue(batch).await.unwrap();
     let outcomes: Vec<Enqueued> = entries.iter().map(|e| e.outcome).collect();
     use Enqueued::{Created, Differs, Exists};
@@ -355,7 +357,8 @@ async fn p8_large_batches_keep_ids_with_their_messages(db: Database) {
 async fn p8_large_batches_half_known(db: Database) {
     let of = |n: usize, payload: usize| message(&format!("payload {payload}")).key(format!("key {:04}", n * 37 % 1000));
     let first = db.outbox.enqueue((0..1000).step_by(2).map(|n| of(n, n)).collect()).await.unwrap();
-    let second = db.outbox.enqueue((0..1000).map(|n| of(n, if n % 4 == 0 { 9999 } else { n })).collect()).await.unwrap();
+    let second =
+        db.outbox.enqueue((0..1000).map(|n| of(n, if n % 4 == 0 { 9999 } else { n })).collect()).await.unwrap();
     for (n, entry) in second.iter().enumerate() {
         let (outcome, id) = match n % 4 {
             0 => (Enqueued::Differs, first[n / 2].id),
@@ -456,21 +459,33 @@ async fn in_callers_transaction(db: &Database, messages: &[NewMessage], commit: 
             let tx = connection.transaction().unwrap();
             tx.execute(write, []).unwrap();
             let receipt = db.outbox.enqueue_in_sqlite(&tx, messages).unwrap();
-            if commit { tx.commit().unwrap() } else { tx.rollback().unwrap() }
+            if commit {
+                tx.commit().unwrap()
+            } else {
+                tx.rollback().unwrap()
+            }
             receipt.committed()
         }
         Raw::Postgres(mut client) => {
             let mut tx = client.transaction().await.unwrap();
             tx.execute(write, &[]).await.unwrap();
             let receipt = db.outbox.enqueue_in(&mut tx, messages).await.unwrap();
-            if commit { tx.commit().await.unwrap() } else { tx.rollback().await.unwrap() }
+            if commit {
+                tx.commit().await.unwrap()
+            } else {
+                tx.rollback().await.unwrap()
+            }
             receipt.committed()
         }
         Raw::Mysql(mut conn) => {
             let mut tx = conn.start_transaction(mysql_async::TxOpts::default()).await.unwrap();
             tx.query_drop(write).await.unwrap();
             let receipt = db.outbox.enqueue_in(&mut tx, messages).await.unwrap();
-            if commit { tx.commit().await.unwrap() } else { tx.rollback().await.unwrap() }
+            if commit {
+                tx.commit().await.unwrap()
+            } else {
+                tx.rollback().await.unwrap()
+            }
             receipt.committed()
         }
     }
@@ -538,7 +553,12 @@ async fn p9_caller_sees_the_same_answers_as_the_library(db: Database) {
     db.raw().await.run("CREATE TABLE app (id INT)").await.unwrap();
     let known = db.enqueue(message("x").key("k")).await;
     let active = db.enqueue(message("x").active_key("a")).await;
-    let asked = [message("x").key("k"), message("y").key("k"), message("x").active_key("a"), message("y").active_key("a").key("n")];
+    let asked = [
+        message("x").key("k"),
+        message("y").key("k"),
+        message("x").active_key("a"),
+        message("y").active_key("a").key("n"),
+    ];
     let entries = in_callers_transaction(&db, &asked, true).await;
     use Enqueued::{Differs, Exists};
     let got: Vec<(i64, Enqueued)> = entries.iter().map(|e| (e.id, e.outcome)).collect();
@@ -579,7 +599,11 @@ async fn p9_callers_with_distinct_keys_do_not_wait_for_each_other(db: Database) 
 }
 
 /// Runs `first` between a caller's first read and its enqueue, in the strictest isolation its database uses by default.
-async fn enqueue_after_snapshot<F: Future<Output = ()>>(db: &Database, first: F, asked: NewMessage) -> Option<postrider::Entry> {
+async fn enqueue_after_snapshot<F: Future<Output = ()>>(
+    db: &Database,
+    first: F,
+    asked: NewMessage,
+) -> Option<postrider::Entry> {
     let asked = [asked];
     match db.raw().await {
         Raw::Sqlite(mut connection) => {
@@ -738,7 +762,8 @@ async fn shards_follow_key_then_active_key_then_target(db: Database) {
 /// Whatever the order of the keys, claims come in the order of the messages.
 async fn p12_claims_follow_the_order_of_the_batch(db: Database) {
     let keys: Vec<usize> = (0..700).map(|n| (n * 7919 + 350) % 700).collect();
-    let batch = keys.iter().enumerate().map(|(n, key)| message(&format!("{n:03}")).key(format!("key {key:03}"))).collect();
+    let batch =
+        keys.iter().enumerate().map(|(n, key)| message(&format!("{n:03}")).key(format!("key {key:03}"))).collect();
     db.outbox.enqueue(batch).await.unwrap();
     let claimed = db.claim("a", "w", 1000).await;
     let order: Vec<String> = claimed.iter().map(|m| String::from_utf8(m.payload.to_vec()).unwrap()).collect();

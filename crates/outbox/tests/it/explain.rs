@@ -51,7 +51,10 @@ async fn sqlite_plans() {
         for from in froms(&ids) {
             let steps = plan(&postrider::stores::sqlite::claim_sql(&from));
             if matches!(from, From::Ids(_)) {
-                assert!(steps.iter().any(|s| s.contains("SEARCH outbox USING INTEGER PRIMARY KEY")), "{from:?} {steps:#?}");
+                assert!(
+                    steps.iter().any(|s| s.contains("SEARCH outbox USING INTEGER PRIMARY KEY")),
+                    "{from:?} {steps:#?}"
+                );
             } else {
                 let wanted = "SEARCH outbox USING INDEX idx_claim (lane=? AND shard_id=? AND due_at";
                 assert!(steps.iter().any(|s| s.contains(wanted)), "{steps:#?}");
@@ -60,7 +63,10 @@ async fn sqlite_plans() {
             assert!(!steps.iter().any(|s| s.contains("SCAN outbox")), "{steps:#?}");
         }
         let steps = plan(postrider::stores::sqlite::WALK_SQL);
-        assert!(steps[0].contains("SEARCH outbox USING INDEX idx_claim (lane=? AND shard_id=? AND due_at"), "{steps:#?}");
+        assert!(
+            steps[0].contains("SEARCH outbox USING INDEX idx_claim (lane=? AND shard_id=? AND due_at"),
+            "{steps:#?}"
+        );
         assert_eq!(steps.len(), 1, "nothing else: {steps:#?}");
     })
     .await;
@@ -72,7 +78,10 @@ async fn sqlite_plans() {
 async fn postgres_plans_of(client: &tokio_postgres::Client, sql: &str, values: &str) -> [String; 2] {
     let mut plans = [String::new(), String::new()];
     for (plan, mode) in plans.iter_mut().zip(["force_custom_plan", "force_generic_plan"]) {
-        client.batch_execute(&format!("DEALLOCATE ALL; SET plan_cache_mode = {mode}; PREPARE p AS {sql}")).await.expect(sql);
+        client
+            .batch_execute(&format!("DEALLOCATE ALL; SET plan_cache_mode = {mode}; PREPARE p AS {sql}"))
+            .await
+            .expect(sql);
         client.batch_execute(postrider::stores::postgres::BEGIN_ONE).await.expect("begin");
         let rows = client.simple_query(&format!("EXPLAIN EXECUTE p({values})")).await.expect(values);
         client.batch_execute("ROLLBACK").await.expect("roll back");
@@ -118,7 +127,8 @@ async fn postgres_plans() {
                 }
                 assert_no_scan(&plan);
                 assert!(plan.contains("Index Scan using idx_claim on outbox"), "{plan}");
-                let condition = plan.lines().find(|l| l.contains("Index Cond") && l.contains("lane")).unwrap_or_default();
+                let condition =
+                    plan.lines().find(|l| l.contains("Index Cond") && l.contains("lane")).unwrap_or_default();
                 for part in ["lane", "shard_id", "due_at <="] {
                     assert!(condition.contains(part), "`{part}` is no index condition:\n{plan}");
                 }

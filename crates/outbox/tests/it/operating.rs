@@ -45,7 +45,9 @@ on_every_store! {
 // ---- requeue ----
 
 async fn p6_requeue_brings_a_dead_message_back(db: Database) {
-    let id = db.put_dead(NewMessage::new("a", "x").target("t").active_key("k").key("key").header("h", "v").correlation_id("c")).await;
+    let id = db
+        .put_dead(NewMessage::new("a", "x").target("t").active_key("k").key("key").header("h", "v").correlation_id("c"))
+        .await;
     db.advance(secs(1000));
     assert_eq!(db.outbox.requeue(vec![id]).await.unwrap(), [Requeued::Requeued]);
     let shown = db.show(id).await;
@@ -182,7 +184,8 @@ async fn p10_dedup_knows_lane_and_target(db: Database) {
     db.put_sent(NewMessage::new("dedup", "x").target("t")).await;
     db.put_sent(NewMessage::new("a", "z")).await;
     let probe = |target: &str, payload: &[u8]| (Some(target.to_owned()), sha256(payload));
-    let hits = db.outbox.check_dedup("dedup", vec![probe("t", b"x"), probe("T", b"x"), probe("t ", b"x")]).await.unwrap();
+    let hits =
+        db.outbox.check_dedup("dedup", vec![probe("t", b"x"), probe("T", b"x"), probe("t ", b"x")]).await.unwrap();
     assert_eq!(hits, [Some(None), None, None]);
     assert_eq!(db.outbox.check_dedup("memory", vec![probe("t", b"x")]).await.unwrap(), [None]);
     assert_eq!(db.outbox.check_dedup("a", vec![(None, sha256(b"z"))]).await.unwrap(), [None], "no dedup on this lane");
@@ -331,7 +334,11 @@ async fn release_sets_maybe_sent_on_a_leased_row_only(db: Database) {
 async fn prune_is_bounded(db: Database) {
     for n in 0..12 {
         let message = NewMessage::new("a", n.to_string());
-        if n % 3 == 0 { db.put_dead(message).await } else { db.put_sent(message).await };
+        if n % 3 == 0 {
+            db.put_dead(message).await
+        } else {
+            db.put_sent(message).await
+        };
     }
     db.advance(secs(100));
     let mut left = 12;
@@ -436,7 +443,9 @@ async fn lists_filter_and_page(db: Database) {
     assert_eq!(list(None, None, 10).await, [pending, leased, dead, sent], "newest first");
     assert_eq!(list(None, None, 2).await, [pending, leased]);
     assert_eq!(list(None, Some(leased), 2).await, [dead, sent]);
-    for (status, id) in [(Status::Sent, sent), (Status::Dead, dead), (Status::Leased, leased), (Status::Pending, pending)] {
+    for (status, id) in
+        [(Status::Sent, sent), (Status::Dead, dead), (Status::Leased, leased), (Status::Pending, pending)]
+    {
         assert_eq!(list(Some(status), None, 10).await, [id], "{status:?}");
     }
     let all = db.outbox.list(Filter { limit: 10, ..Filter::default() }).await.unwrap();

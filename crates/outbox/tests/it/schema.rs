@@ -6,7 +6,7 @@ use std::process::Command;
 use mysql_async::prelude::Queryable;
 use postrider::error::Kind;
 use postrider::outcome::{Settled, Verdict};
-use postrider::store::Requeued;
+use postrider::store::{Mode, Requeued, transact};
 use postrider::tx::{Dialect, Row};
 use postrider::{Enqueued, NewMessage};
 
@@ -15,6 +15,7 @@ use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, 
 on_every_store! {
     p6_ended_rows_refuse_raw_sql,
     p6_requeue_and_prune_are_let_through_and_leave_the_guard_standing,
+    p6_a_failed_transaction_leaves_no_permit_behind,
     view_memory_has_the_specs_words,
     view_orders_has_the_specs_words,
     views_survive_undecodable_payloads,
@@ -93,6 +94,23 @@ async fn p6_requeue_and_prune_are_let_through_and_leave_the_guard_standing(db: D
     assert_eq!(db.count("outbox_done").await, 1);
 }
 
+async fn p6_a_failed_transaction_leaves_no_permit_behind(db: Database) {
+    db.put_dead(NewMessage::new("a", "x")).await;
+    let permit = match db.dialect {
+        Dialect::Sqlite => "INSERT INTO postrider_permit VALUES ('prune')",
+        Dialect::Postgres => "SELECT set_config('postrider.permit', 'prune', TRUE)",
+        Dialect::Mysql => "SET @postrider_permit = 'prune'",
+    };
+    let failing = transact(&**db.outbox.store(), Mode::Write, move |tx| {
+        Box::pin(async move {
+            tx.query(permit, &[]).await?;
+            Err::<(), _>(postrider::Error::database("something went wrong"))
+        })
+    });
+    failing.await.unwrap_err();
+    assert!(db.try_sql("DELETE FROM outbox_done", vec![]).await.is_err());
+}
+
 // ---- views ----
 
 async fn view_rows(db: &Database, columns: &str, view: &str, order: &str) -> Vec<Row> {
@@ -107,7 +125,8 @@ fn some(words: &[&str]) -> Vec<Option<String>> {
     words.iter().map(|w| (!w.is_empty()).then(|| (*w).to_owned())).collect()
 }
 
-const MEMORY: &str = "outbox_id, status, retry_count, next_attempt_at, locked_at, locked_by, last_error, payload_sha, target_space";
+const MEMORY: &str =
+    "outbox_id, status, retry_count, next_attempt_at, locked_at, locked_by, last_error, payload_sha, target_space";
 
 async fn view_memory_has_the_specs_words(db: Database) {
     db.put_sent(NewMessage::new("memory", "plain").target("space 天")).await;
@@ -172,8 +191,7 @@ async fn view_orders_has_the_specs_words(db: Database) {
 
 async fn views_survive_undecodable_payloads(db: Database) {
     // No UTF-8 (a stray byte, a cut sequence, an overlong one, a surrogate), no JSON, NUL, nothing.
-    let undecodable: [&[u8]; 5] =
-        [&[0xff, 0xfe], &[0x61, 0x80], &[0xe2, 0x82], &[0xc0, 0xaf], &[0xed, 0xa0, 0x80]];
+    let undecodable: [&[u8]; 5] = [&[0xff, 0xfe], &[0x61, 0x80], &[0xe2, 0x82], &[0xc0, 0xaf], &[0xed, 0xa0, 0x80]];
     let not_json: [&[u8]; 4] = [b"{", b"", b"not json", &[0x22, 0xff, 0x22]];
     // MariaDB itself takes a surrogate for a character.
     let undecodable = if db.dialect == Dialect::Mysql { &undecodable[..4] } else { &undecodable[..] };
@@ -253,7 +271,9 @@ impl Asked {
             Dialect::Postgres => format!(
                 "SELECT id, outcome FROM postrider_enqueue('{lane}', decode('{hex}', 'hex'), key => {key}, target => {target}, active_key => {active}, delay => '{delay} seconds')"
             ),
-            _ => format!("CALL postrider_enqueue('{lane}', X'{hex}', {key}, {target}, {active}, {delay}, @id, @outcome)"),
+            _ => {
+                format!("CALL postrider_enqueue('{lane}', X'{hex}', {key}, {target}, {active}, {delay}, @id, @outcome)")
+            }
         }
     }
 }
@@ -263,11 +283,13 @@ async fn enqueue_by_sql(raw: &mut Raw, asked: &Asked) -> Result<(i64, String), S
     match raw {
         Raw::Postgres(client) => {
             let row = client.query_one(&asked.sql(Dialect::Postgres), &[]).await;
-            row.map(|row| (row.get(0), row.get(1))).map_err(|e| e.as_db_error().map_or(e.to_string(), |d| d.message().into()))
+            row.map(|row| (row.get(0), row.get(1)))
+                .map_err(|e| e.as_db_error().map_or(e.to_string(), |d| d.message().into()))
         }
         Raw::Mysql(conn) => {
             conn.query_drop(asked.sql(Dialect::Mysql)).await.map_err(|e| e.to_string())?;
-            let row: Option<(i64, String)> = conn.query_first("SELECT @id, @outcome").await.map_err(|e| e.to_string())?;
+            let row: Option<(i64, String)> =
+                conn.query_first("SELECT @id, @outcome").await.map_err(|e| e.to_string())?;
             row.ok_or_else(|| "no answer".to_owned())
         }
         Raw::Sqlite(_) => unreachable!("SQLite has no functions"),
@@ -300,7 +322,9 @@ async fn left_behind(db: &Database) -> Vec<String> {
         left.push(format!("{row:?}"));
     }
     let key = if db.dialect == Dialect::Mysql { "`key`" } else { "key" };
-    let sql = format!("SELECT k.lane, k.{key}, k.digest, o.payload FROM outbox_keys k JOIN outbox o ON o.id = k.outbox_id ORDER BY o.id");
+    let sql = format!(
+        "SELECT k.lane, k.{key}, k.digest, o.payload FROM outbox_keys k JOIN outbox o ON o.id = k.outbox_id ORDER BY o.id"
+    );
     for row in db.sql(&sql).await {
         left.push(format!("{row:?}"));
     }
@@ -378,9 +402,24 @@ async fn enqueue_from_the_command_line_client(db: Database) {
     let run = |sql: &str| -> String {
         let output = match db.dialect {
             Dialect::Sqlite => return String::new(),
-            Dialect::Postgres => Command::new("psql").args(["-X", "-q", "-A", "-t", "-F", " ", "-v", "ON_ERROR_STOP=1", "-d", &db.url, "-c", sql]).output(),
+            Dialect::Postgres => Command::new("psql")
+                .args(["-X", "-q", "-A", "-t", "-F", " ", "-v", "ON_ERROR_STOP=1", "-d", &db.url, "-c", sql])
+                .output(),
             Dialect::Mysql => Command::new("mariadb")
-                .args(["--no-defaults", "--default-character-set=utf8mb4", "-N", "-B", "-h", host, "-P", &port, "-u", url.username(), name, "-e"])
+                .args([
+                    "--no-defaults",
+                    "--default-character-set=utf8mb4",
+                    "-N",
+                    "-B",
+                    "-h",
+                    host,
+                    "-P",
+                    &port,
+                    "-u",
+                    url.username(),
+                    name,
+                    "-e",
+                ])
                 .arg(format!("{sql}; SELECT CONCAT(@id, ' ', @outcome)"))
                 .output(),
         };
@@ -391,7 +430,13 @@ async fn enqueue_from_the_command_line_client(db: Database) {
     if db.dialect == Dialect::Sqlite {
         return;
     }
-    let asked = Asked { lane: "a", payload: "天气 😀\0\n'".as_bytes().to_vec(), key: Some("k 天"), target: Some("t"), ..Asked::default() };
+    let asked = Asked {
+        lane: "a",
+        payload: "天气 😀\0\n'".as_bytes().to_vec(),
+        key: Some("k 天"),
+        target: Some("t"),
+        ..Asked::default()
+    };
     let other = Asked { payload: b"other".to_vec(), ..asked.clone() };
     let first = run(&statement(&asked));
     let (id, outcome) = first.split_once(' ').expect("id and outcome");
@@ -410,7 +455,10 @@ async fn enqueue_from_the_command_line_client(db: Database) {
     assert_eq!(db.count("outbox").await, 1);
     // A library message is known to the client.
     let id = created(db.enqueue(NewMessage::new("b", "x").key("lib")).await);
-    assert_eq!(run(&statement(&Asked { lane: "b", payload: b"x".to_vec(), key: Some("lib"), ..Asked::default() })), format!("{id} exists"));
+    assert_eq!(
+        run(&statement(&Asked { lane: "b", payload: b"x".to_vec(), key: Some("lib"), ..Asked::default() })),
+        format!("{id} exists")
+    );
 }
 
 // ---- migrations ----
@@ -481,26 +529,45 @@ mod crash {
     async fn resumes(db: Database) {
         // Steps of V001, as its file tells.
         let steps = include_str!("../../migrations/mysql/V001__outbox.sql").matches("\n-- step").count() as i64 + 1;
-        let tables = ["outbox", "outbox_done", "outbox_keys", "outbox_attempts", "outbox_dedup", "outbox_lanes", "write_audit", "inbox", "postrider_meta"];
+        let tables = [
+            "outbox",
+            "outbox_done",
+            "outbox_keys",
+            "outbox_attempts",
+            "outbox_dedup",
+            "outbox_lanes",
+            "write_audit",
+            "inbox",
+            "postrider_meta",
+        ];
         for stop in 0..=steps {
             for unrecorded in [false, true] {
                 if stop == 0 && unrecorded {
                     continue;
                 }
                 let mut raw = db.raw().await;
-                let fresh = format!("DROP DATABASE {0}; CREATE DATABASE {0}; USE {0}", db.url.rsplit('/').next().unwrap());
+                let fresh =
+                    format!("DROP DATABASE {0}; CREATE DATABASE {0}; USE {0}", db.url.rsplit('/').next().unwrap());
                 for statement in fresh.split(';') {
                     raw.run(statement).await.unwrap();
                 }
                 // The process gets through `stop` steps and dies, before or after it wrote the last one down.
                 raw.run("CREATE TABLE postrider_migrations (version BIGINT PRIMARY KEY, name VARCHAR(255) NOT NULL, steps BIGINT NOT NULL)").await.unwrap();
                 let written = if unrecorded { stop - 1 } else { stop };
-                raw.run(&format!("INSERT INTO postrider_migrations VALUES (1, 'V001__outbox', {})", -written - 1)).await.unwrap();
-                for step in split(include_str!("../../migrations/mysql/V001__outbox.sql")).into_iter().take(stop as usize) {
+                raw.run(&format!("INSERT INTO postrider_migrations VALUES (1, 'V001__outbox', {})", -written - 1))
+                    .await
+                    .unwrap();
+                for step in
+                    split(include_str!("../../migrations/mysql/V001__outbox.sql")).into_iter().take(stop as usize)
+                {
                     raw.run(&step).await.unwrap_or_else(|e| panic!("{step}: {e}"));
                 }
                 let process = db.again(lanes()).await;
-                process.outbox.migrate().await.unwrap_or_else(|e| panic!("stopped after {stop}, unrecorded {unrecorded}: {e}"));
+                process
+                    .outbox
+                    .migrate()
+                    .await
+                    .unwrap_or_else(|e| panic!("stopped after {stop}, unrecorded {unrecorded}: {e}"));
                 for table in tables {
                     process.count(table).await;
                 }
@@ -529,7 +596,11 @@ mod crash {
     async fn mysql_views_come_back() {
         harness::with_database(harness::mysql().await, |db| async move {
             let mut raw = db.raw().await;
-            for sql in ["DROP VIEW outbox_memory", "DROP VIEW outbox_orders", "UPDATE postrider_migrations SET steps = -3 WHERE version = 2"] {
+            for sql in [
+                "DROP VIEW outbox_memory",
+                "DROP VIEW outbox_orders",
+                "UPDATE postrider_migrations SET steps = -3 WHERE version = 2",
+            ] {
                 raw.run(sql).await.unwrap();
             }
             db.again(lanes()).await.outbox.migrate().await.unwrap();

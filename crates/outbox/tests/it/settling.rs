@@ -31,6 +31,7 @@ on_every_store! {
     p6_sent_leaves_a_done_row_and_nothing_live,
     p6_retention_zero_keeps_no_sent_row_but_the_dead,
     p6_one_entry_that_cannot_be_recorded_harms_no_other,
+    p6_a_settle_that_fails_harms_no_concurrent_request,
     retry_keeps_it_live_and_counts,
     dead_counts_and_keeps_the_last_error,
     burial_counts_no_attempt,
@@ -132,7 +133,9 @@ async fn p3_stale_and_current_token_in_one_batch(db: Database) {
 }
 
 async fn p3_an_entry_twice_in_one_batch_counts_once(db: Database) {
-    for (lane, verdict) in [("a", Verdict::sent()), ("fleeting", Verdict::sent()), ("audited", Verdict::sent()), ("a", dead("BAD"))] {
+    for (lane, verdict) in
+        [("a", Verdict::sent()), ("fleeting", Verdict::sent()), ("audited", Verdict::sent()), ("a", dead("BAD"))]
+    {
         db.put(lane, "x").await;
         let other = db.put(lane, "y").await;
         let claimed = db.claim(lane, "w", 10).await;
@@ -179,7 +182,9 @@ async fn p3_winners_and_losers_in_one_batch(db: Database) {
 }
 
 async fn p3_concurrent_settles_of_one_lease_count_once(db: Database) {
-    for (lane, verdict) in [("a", Verdict::sent()), ("fleeting", Verdict::sent()), ("a", retry(secs(1000))), ("audited", dead("BAD"))] {
+    for (lane, verdict) in
+        [("a", Verdict::sent()), ("fleeting", Verdict::sent()), ("a", retry(secs(1000))), ("audited", dead("BAD"))]
+    {
         db.put(lane, "x").await;
         let lease = db.claim_one(lane, "w").await.lease();
         let tasks: Vec<_> = (0..8)
@@ -317,6 +322,16 @@ async fn p6_retention_zero_keeps_no_sent_row_but_the_dead(db: Database) {
     assert_eq!(db.counts().await[..2], [0, 1]);
 }
 
+/// Puts a done row where the live message will want to go.
+async fn stand_in_the_way_of(db: &Database, id: i64) {
+    let columns =
+        "id, lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, payload, created_at, updated_at";
+    let copy = format!(
+        "INSERT INTO outbox_done ({columns}, status, finished_at) SELECT {columns}, 'dead', created_at FROM outbox WHERE id = {id}"
+    );
+    db.raw().await.run(&copy).await.unwrap();
+}
+
 /// A row that stands in the way of one message must not hold up its batch for ever.
 async fn p6_one_entry_that_cannot_be_recorded_harms_no_other(db: Database) {
     for (lane, verdict) in [("a", Verdict::sent()), ("audited", Verdict::sent()), ("b", dead("BAD"))] {
@@ -324,17 +339,35 @@ async fn p6_one_entry_that_cannot_be_recorded_harms_no_other(db: Database) {
             db.put(lane, &n.to_string()).await;
         }
         let claimed = db.claim(lane, "w", 3).await;
-        let blocked = claimed[1].id;
-        let columns = "id, lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, payload, created_at, updated_at";
-        let copy = format!(
-            "INSERT INTO outbox_done ({columns}, status, finished_at) SELECT {columns}, 'dead', created_at FROM outbox WHERE id = {blocked}"
-        );
-        db.raw().await.run(&copy).await.unwrap();
+        stand_in_the_way_of(&db, claimed[1].id).await;
         let entries: Vec<Settlement> = claimed.iter().map(|m| Settlement::new(m.lease(), verdict.clone())).collect();
         let answers = db.settle_all(lane, "w", &entries).await;
         assert_eq!(answers, [Settled::Applied, Settled::Refused, Settled::Applied], "{lane}");
         assert_eq!(db.count(&format!("outbox WHERE lane = '{lane}'")).await, 1, "still held");
     }
+}
+
+/// Whatever shares a commit with it, too.
+async fn p6_a_settle_that_fails_harms_no_concurrent_request(db: Database) {
+    db.put("b", "blocked").await;
+    let blocked = db.claim_one("b", "w").await.lease();
+    stand_in_the_way_of(&db, blocked.id).await;
+    let mut tasks = Vec::new();
+    for n in 0..40 {
+        let db = db.clone();
+        tasks.push(tokio::spawn(async move {
+            match n % 4 {
+                0 => assert_eq!(db.settle("b", "w", blocked, Verdict::sent()).await, Settled::Refused),
+                1 => drop(db.claim("a", "w", 1).await),
+                2 => assert!(db.renew("w", blocked).await),
+                _ => assert!(db.put("a", "x").await > 0),
+            }
+        }));
+    }
+    for task in tasks {
+        task.await.unwrap();
+    }
+    assert_eq!(db.count("outbox WHERE lane = 'a'").await, 10);
 }
 
 async fn retry_keeps_it_live_and_counts(db: Database) {
@@ -409,14 +442,20 @@ async fn long_words_are_cut_and_not_refused(db: Database) {
         let words = |n: usize| (long.chars().filter(|c| *c != '\0').take(n).collect::<String>(), long.clone());
         let (code, error) = words(600);
         let lease = db.claim_one(lane, "w").await.lease();
-        let verdict = Verdict::Retry { delay: secs(0), code: code.clone(), error: error.clone(), certainty: Certainty::Unchanged };
+        let verdict = Verdict::Retry {
+            delay: secs(0),
+            code: code.clone(),
+            error: error.clone(),
+            certainty: Certainty::Unchanged,
+        };
         assert_eq!(db.settle(lane, "w", lease, verdict).await, Settled::Applied);
         assert_eq!(db.show(id).await.last_error.as_deref(), Some(cut.as_str()));
         assert_eq!(db.history(id).await[0].error.as_deref(), Some(cut.as_str()));
         let lease = db.claim_one(lane, "w").await.lease();
         assert!(db.outbox.store().defer("w", &[lease], secs(0), Some(&format!("{code}\0"))).await.unwrap()[0]);
         let lease = db.claim_one(lane, "w").await.lease();
-        let verdict = Verdict::Dead { code: format!("{code}\0"), error, certainty: Certainty::Unchanged, counted: true };
+        let verdict =
+            Verdict::Dead { code: format!("{code}\0"), error, certainty: Certainty::Unchanged, counted: true };
         assert_eq!(db.settle(lane, "w", lease, verdict).await, Settled::Applied);
         let shown = db.show(id).await;
         assert_eq!(shown.last_error.as_deref(), Some(cut.as_str()));
@@ -468,13 +507,15 @@ async fn with_peer(db: &Database) -> (Database, Arc<Peer>) {
 
 async fn hook_sees_winners_only(db: Database) {
     let (db, peer) = with_peer(&db).await;
-    let batch = (0..6).map(|n| NewMessage::new("peer", n.to_string()).target("t").active_key(format!("k{n}")).correlation_id("c"));
+    let batch = (0..6)
+        .map(|n| NewMessage::new("peer", n.to_string()).target("t").active_key(format!("k{n}")).correlation_id("c"));
     db.outbox.enqueue(batch.collect()).await.unwrap();
     let old = db.claim("peer", "slow", 6).await;
     db.advance(secs(100));
     let new = db.claim("peer", "fast", 3).await;
     let verdict = |n: usize| [Verdict::sent(), retry(secs(0)), dead("BAD")][n % 3].clone();
-    let entries: Vec<Settlement> = old.iter().enumerate().map(|(n, m)| Settlement::new(m.lease(), verdict(n))).collect();
+    let entries: Vec<Settlement> =
+        old.iter().enumerate().map(|(n, m)| Settlement::new(m.lease(), verdict(n))).collect();
     let answers = db.settle_all("peer", "slow", &entries).await;
     assert_eq!(answers[..3], [Settled::LeaseLost; 3]);
     assert_eq!(answers[3..], [Settled::Applied; 3], "late, but nobody took them");
@@ -508,7 +549,8 @@ async fn hook_error_rolls_back_and_the_batch_goes_row_by_row(db: Database) {
     let answers = db.settle_all("peer", "w", &entries).await;
     use Settled::{Applied, Refused};
     assert_eq!(answers, [Applied, Refused, Applied, Refused, Applied]);
-    let ledger: Vec<i64> = db.sql("SELECT id FROM ledger ORDER BY id").await.iter().map(|r| r.int(0).unwrap()).collect();
+    let ledger: Vec<i64> =
+        db.sql("SELECT id FROM ledger ORDER BY id").await.iter().map(|r| r.int(0).unwrap()).collect();
     let fine: Vec<i64> = [0, 2, 4].map(|n: usize| claimed[n].id).to_vec();
     assert_eq!(ledger, fine, "each winner once, the refused not at all");
     assert_eq!(peer.heard.lock().unwrap().len(), 3);
@@ -548,7 +590,9 @@ async fn hook_writes_in_the_same_transaction(db: Database) {
 // ---- audit ----
 
 async fn audit_of(db: &Database, id: i64) -> Vec<(String, String, String, serde_json::Value)> {
-    let sql = format!("SELECT action, reason, status, evidence_refs_json FROM write_audit WHERE outbox_id = {id} ORDER BY audit_id");
+    let sql = format!(
+        "SELECT action, reason, status, evidence_refs_json FROM write_audit WHERE outbox_id = {id} ORDER BY audit_id"
+    );
     let text = |row: &postrider::tx::Row, n| row.text(n).unwrap();
     db.sql(&sql)
         .await
@@ -572,7 +616,9 @@ async fn audit_rows_of_every_outcome(db: Database) {
     assert_eq!((&evidence["memory_id"], &evidence["payload_sha"]), (&"mem-1".into(), &sha.clone().into()));
     assert_eq!(evidence["extra"]["worker_id"], "w");
     assert_eq!(evidence["extra"]["correlation_id"], "corr");
-    let row = db.sql("SELECT target_space, correlation_id, payload_sha FROM write_audit WHERE reason = 'outbox_flush_success'").await;
+    let row = db
+        .sql("SELECT target_space, correlation_id, payload_sha FROM write_audit WHERE reason = 'outbox_flush_success'")
+        .await;
     assert_eq!(row[0].text(0).unwrap(), "team 😀");
     assert_eq!((row[0].text(1).unwrap(), row[0].text(2).unwrap()), ("corr".to_owned(), sha));
     let id = db.put_dead(NewMessage::new("audited", "y")).await;
@@ -596,7 +642,10 @@ async fn conflicts_are_audited_on_every_lane(db: Database) {
             let rows = audit_of(&db, id).await;
             assert_eq!(rows.len(), 1, "{lane} {verdict:?}");
             let (action, reason, status, evidence) = &rows[0];
-            assert_eq!((action.as_str(), reason.as_str(), status.as_str()), ("redirect", "outbox_flush_conflict", "redirected"));
+            assert_eq!(
+                (action.as_str(), reason.as_str(), status.as_str()),
+                ("redirect", "outbox_flush_conflict", "redirected")
+            );
             assert_eq!(evidence["intended"]["outcome"], verdict.flush_code().as_str());
             assert_eq!(evidence["intended"]["lease_token"], old.token);
             assert_eq!(evidence["observed"]["lease_token"], new.token);
@@ -615,7 +664,8 @@ async fn conflicts_are_audited_on_every_lane(db: Database) {
 async fn audit_tells_of_database_trouble(db: Database) {
     let id = db.put("audited", "x").await;
     let lease = db.claim_one("audited", "w").await.lease();
-    let entry = Settlement { again: true, trouble: Some(FlushCode::DbTimeout), ..Settlement::new(lease, Verdict::sent()) };
+    let entry =
+        Settlement { again: true, trouble: Some(FlushCode::DbTimeout), ..Settlement::new(lease, Verdict::sent()) };
     assert_eq!(db.settle_all("audited", "w", &[entry]).await, [Settled::Applied]);
     let reasons: Vec<String> = audit_of(&db, id).await.into_iter().map(|r| r.1).collect();
     assert_eq!(reasons, ["outbox_flush_db_timeout", "outbox_flush_success"]);
@@ -647,7 +697,11 @@ async fn again_is_judged_by_what_was_recorded(db: Database) {
         assert_eq!(db.settle_all("b", "slow", &[again(old, verdict)]).await, [Settled::LeaseLost]);
     }
     db.settle("b", "fast", new, Verdict::sent()).await;
-    assert_eq!(db.settle_all("b", "slow", &[again(old, Verdict::sent())]).await, [Settled::LeaseLost], "sent by another: {id}");
+    assert_eq!(
+        db.settle_all("b", "slow", &[again(old, Verdict::sent())]).await,
+        [Settled::LeaseLost],
+        "sent by another: {id}"
+    );
 }
 
 async fn again_is_unknown_when_nothing_remains(db: Database) {
