@@ -77,8 +77,10 @@ pub(crate) async fn outcomes(
 /// One row per settle that found its lease lost. The message itself is left alone.
 pub(crate) async fn conflicts(tx: &mut (dyn Tx + Send), owner: &str, losers: &[(Lease, FlushCode)]) -> Result<()> {
     for (lease, intended) in losers {
-        let live = "SELECT 'live', lease_token, locked_by, target, payload_sha, correlation_id FROM outbox WHERE id = ?";
-        let done = "SELECT status, lease_token, NULL, target, payload_sha, correlation_id FROM outbox_done WHERE id = ?";
+        let live =
+            "SELECT 'live', lease_token, locked_by, target, payload_sha, correlation_id FROM outbox WHERE id = ?";
+        let done =
+            "SELECT status, lease_token, NULL, target, payload_sha, correlation_id FROM outbox_done WHERE id = ?";
         let mut seen: Vec<Row> = tx.query(live, &[lease.id.into()]).await?;
         if seen.is_empty() {
             seen = tx.query(done, &[lease.id.into()]).await?;

@@ -50,7 +50,8 @@ const MAX_NAME_BYTES: usize = 200;
 /// process may get the same pid.
 pub fn incarnation(name: Option<&str>) -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let name = name.map_or_else(|| format!("{host}:{}", std::process::id()), |id| format!("{id}:{}", std::process::id()));
+    let name =
+        name.map_or_else(|| format!("{host}:{}", std::process::id()), |id| format!("{id}:{}", std::process::id()));
     let mut short: String = name.chars().filter(|c| !c.is_control()).take(100).collect();
     while short.len() > MAX_NAME_BYTES {
         short.pop();

@@ -108,8 +108,11 @@ pub(crate) async fn seize(
     let dialect = tx.dialect();
     let mut params = Vec::new();
     let list = in_ids(dialect, &ids, &mut params);
-    let sql =
-        format!("SELECT id, lease_token, lane FROM {} WHERE id {list} ORDER BY id{}", by_id(dialect), for_update(dialect));
+    let sql = format!(
+        "SELECT id, lease_token, lane FROM {} WHERE id {list} ORDER BY id{}",
+        by_id(dialect),
+        for_update(dialect)
+    );
     let rows = tx.query(&sql, &params).await?;
     let mut leases = Vec::with_capacity(rows.len());
     for row in rows {
@@ -136,7 +139,9 @@ pub(crate) async fn seize(
 /// Allows this transaction to delete from `outbox_done`.
 async fn permit(tx: &mut (dyn Tx + Send), what: &str) -> Result<()> {
     match tx.dialect() {
-        Dialect::Sqlite => tx.execute("INSERT OR IGNORE INTO postrider_permit VALUES (?)", &[what.into()]).await.map(drop),
+        Dialect::Sqlite => {
+            tx.execute("INSERT OR IGNORE INTO postrider_permit VALUES (?)", &[what.into()]).await.map(drop)
+        }
         Dialect::Postgres => tx.query("SELECT set_config('postrider.permit', ?, TRUE)", &[what.into()]).await.map(drop),
         Dialect::Mysql => tx.execute("SET @postrider_permit = ?", &[what.into()]).await.map(drop),
     }
@@ -151,13 +156,14 @@ async fn withdraw_permit(tx: &mut (dyn Tx + Send)) -> Result<()> {
 }
 
 const BACK: &str = "id, lane, shard_id, lease_token, maybe_sent, target, active_key, payload, content_type, headers, payload_sha, \
-                    last_error_code, last_error, correlation_id, created_at, deliver_before";
+                    last_error_code, last_error, correlation_id, created_at";
 
-/// Requeues one dead message. Savepoints are not portable, so the active key is looked at before the insert; should
+/// Requeues one dead message. One that expired is wanted after all: its `deliver_before` is dropped. Savepoints are not portable, so the active key is looked at before the insert; should
 /// somebody take it in between, the unique index aborts the transaction and the caller runs it again.
 pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
     let dialect = tx.dialect();
-    let sql = format!("SELECT lane, active_key FROM outbox_done WHERE id = ? AND status = 'dead'{}", for_update(dialect));
+    let sql =
+        format!("SELECT lane, active_key FROM outbox_done WHERE id = ? AND status = 'dead'{}", for_update(dialect));
     let rows = tx.query(&sql, &[id.into()]).await?;
     let Some(row) = rows.first() else { return Ok(Requeued::NotDead) };
     if let Some(active_key) = row.opt_bytes(1)? {
@@ -172,7 +178,8 @@ pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeue
     let updated = tx.now().plus(0, &mut params);
     params.push(id.into());
     let sql = format!(
-        "INSERT INTO outbox ({BACK}, attempts, crashes, due_at, updated_at) SELECT {BACK}, 0, 0, {due}, {updated} FROM outbox_done WHERE id = ?"
+        "INSERT INTO outbox ({BACK}, deliver_before, attempts, crashes, due_at, updated_at)
+         SELECT {BACK}, CASE WHEN last_error_code = 'EXPIRED' THEN NULL ELSE deliver_before END, 0, 0, {due}, {updated} FROM outbox_done WHERE id = ?"
     );
     let back = tx.execute(&sql, &params).await?;
     permit(tx, "requeue").await?;
@@ -198,7 +205,9 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<Pru
         let old = tx.now().plus(-micros_of(prune.older_than), &mut params);
         let what = if prune.dry_run { "COUNT(*)" } else { "id" };
         let limit = if prune.dry_run { String::new() } else { format!(" LIMIT {}", prune.limit as usize - ids.len()) };
-        let sql = format!("SELECT {what} FROM outbox_done WHERE {lane}status = '{status}' AND finished_at < {old}{limit}{skip}");
+        let sql = format!(
+            "SELECT {what} FROM outbox_done WHERE {lane}status = '{status}' AND finished_at < {old}{limit}{skip}"
+        );
         let rows = tx.query(&sql, &params).await?;
         if prune.dry_run {
             messages += rows.first().map(|r| r.int(0)).transpose()?.unwrap_or(0) as u64;
@@ -277,14 +286,15 @@ pub(crate) async fn check_dedup(
 /// Writes the lanes' rules where SQL clients find them, and refuses what would strand live rows.
 pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> Result<()> {
     for (lane, rules) in lanes.iter() {
-        let known = tx.query("SELECT shards, max_payload_bytes, key_ttl_sec, owned_by FROM outbox_lanes WHERE lane = ?", &[lane.into()]).await?;
+        let known = tx
+            .query(
+                "SELECT shards, max_payload_bytes, key_ttl_sec, owned_by FROM outbox_lanes WHERE lane = ?",
+                &[lane.into()],
+            )
+            .await?;
         let key_ttl_sec = micros_of(rules.key_ttl) / 1_000_000;
-        let wanted: [Value; 4] = [
-            rules.shards.into(),
-            (rules.max_payload_bytes as i64).into(),
-            key_ttl_sec.into(),
-            rules.owned_by.into(),
-        ];
+        let wanted: [Value; 4] =
+            [rules.shards.into(), (rules.max_payload_bytes as i64).into(), key_ttl_sec.into(), rules.owned_by.into()];
         let Some(row) = known.first() else {
             let mut params: Vec<Value> = vec![lane.into()];
             params.extend(wanted);
@@ -328,7 +338,9 @@ pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> R
 
 pub(crate) async fn store_id(tx: &mut (dyn Tx + Send)) -> Result<String> {
     let rows = tx.query("SELECT value FROM postrider_meta WHERE name = 'store_id'", &[]).await?;
-    rows.first().ok_or_else(|| Error::new(Kind::Schema, "the database has no store id; run `postrider migrate`"))?.text(0)
+    rows.first()
+        .ok_or_else(|| Error::new(Kind::Schema, "the database has no store id; run `postrider migrate`"))?
+        .text(0)
 }
 
 pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
@@ -343,7 +355,8 @@ pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, L
     for row in tx.query(&sql, &params).await? {
         let (leased, live) = (row.opt_int(1)?.unwrap_or(0) as u64, row.int(2)? as u64);
         let age = row.opt_time(3)?.map_or(Duration::ZERO, |oldest| row.time(4).unwrap_or(oldest).since(oldest));
-        let stats = LaneStats { pending: live - leased, leased, oldest_due_seconds: age.as_secs_f64(), ..LaneStats::default() };
+        let stats =
+            LaneStats { pending: live - leased, leased, oldest_due_seconds: age.as_secs_f64(), ..LaneStats::default() };
         lanes.insert(row.text(0)?, stats);
     }
     for row in tx.query("SELECT lane, status, COUNT(*) FROM outbox_done GROUP BY lane, status", &[]).await? {

@@ -48,9 +48,12 @@ pub fn after_delivery(outcome: Outcome, attempts: u32, budgets: &Budgets, chance
     Decision::Settle(match outcome {
         Outcome::Sent { result_ref } => Verdict::Sent { result_ref, dedup_hit: false },
         Outcome::Defer { delay, code } => return Decision::Defer { delay, code: code.into_owned() },
-        Outcome::Dead(fault) => {
-            Verdict::Dead { code: fault.code.into_owned(), error: fault.error, certainty: certainty(fault.reach), counted: true }
-        }
+        Outcome::Dead(fault) => Verdict::Dead {
+            code: fault.code.into_owned(),
+            error: fault.error,
+            certainty: certainty(fault.reach),
+            counted: true,
+        },
         Outcome::Retry { fault, retry_after } => {
             let (code, error, certainty) = (fault.code.into_owned(), fault.error, certainty(fault.reach));
             let counted = attempts.saturating_add(1);

@@ -53,7 +53,12 @@ pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewM
     let name = |i: usize| (messages[i].lane.as_str(), messages[i].key.as_deref());
     // A key given twice in one batch: the second finds the first.
     let mut names: HashSet<_> = one_by_one.iter().map(|&i| name(i)).collect();
-    keyed.retain(|&i| names.insert(name(i)) || { one_by_one.push(i); false });
+    keyed.retain(|&i| {
+        names.insert(name(i)) || {
+            one_by_one.push(i);
+            false
+        }
+    });
     if tx.dialect() == Dialect::Sqlite {
         for &i in &keyed {
             answers[i] = Some(enqueue_one(tx, &prepared[i]).await?); // no round trips to save
@@ -100,7 +105,10 @@ async fn take_new_keys<T: Tx + ?Sized>(tx: &mut T, prepared: &[Prepared<'_>], ch
             let expires = tx.now().plus(p.key_ttl_micros, &mut params);
             rows.push(format!("(?, ?, 0, ?, {expires})"));
         }
-        let sql = format!("INSERT IGNORE INTO outbox_keys (lane, `key`, outbox_id, digest, expires_at) VALUES {}", rows.join(", "));
+        let sql = format!(
+            "INSERT IGNORE INTO outbox_keys (lane, `key`, outbox_id, digest, expires_at) VALUES {}",
+            rows.join(", ")
+        );
         tx.execute(&sql, &params).await?;
         // A row of ours has no id yet, and nobody else's without one can be seen. Not a locking read: it would go by the
         // index on ids and wait for all others that have none yet.
@@ -225,7 +233,9 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
         Dialect::Mysql => ("INSERT IGNORE", ""),
         _ => ("INSERT", " ON CONFLICT (lane, key) DO NOTHING"),
     };
-    let sql = format!("{verb} INTO outbox_keys (lane, {column}, outbox_id, digest, expires_at) VALUES (?, ?, 0, ?, {expires}){tail}");
+    let sql = format!(
+        "{verb} INTO outbox_keys (lane, {column}, outbox_id, digest, expires_at) VALUES (?, ?, 0, ?, {expires}){tail}"
+    );
     if tx.execute(&sql, &params).await? == 1 {
         return Ok(KeyTaken::Ours(Some(KeyUndo::Delete)));
     }
@@ -251,7 +261,9 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     let mut params = vec![digest.as_slice().into()];
     let expires = tx.now().plus(p.key_ttl_micros, &mut params);
     params.extend([lane, key.into()]);
-    let sql = format!("UPDATE outbox_keys SET outbox_id = 0, digest = ?, expires_at = {expires} WHERE lane = ? AND {column} = ?");
+    let sql = format!(
+        "UPDATE outbox_keys SET outbox_id = 0, digest = ?, expires_at = {expires} WHERE lane = ? AND {column} = ?"
+    );
     tx.execute(&sql, &params).await?;
     Ok(KeyTaken::Ours(Some(KeyUndo::Restore(row))))
 }
@@ -350,7 +362,8 @@ async fn insert_unless_active<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> R
 
 /// The first id of the last insert, and the step between ids (more than 1 on Galera).
 async fn last_insert_id<T: Tx + ?Sized>(tx: &mut T) -> Result<(i64, i64)> {
-    let rows = tx.query("SELECT CAST(LAST_INSERT_ID() AS SIGNED), CAST(@@auto_increment_increment AS SIGNED)", &[]).await?;
+    let rows =
+        tx.query("SELECT CAST(LAST_INSERT_ID() AS SIGNED), CAST(@@auto_increment_increment AS SIGNED)", &[]).await?;
     let row = rows.first().ok_or_else(|| Error::database("no last insert id"))?;
     Ok((row.int(0)?, row.int(1)?))
 }

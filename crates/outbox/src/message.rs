@@ -144,7 +144,9 @@ impl NewMessage {
         if self.payload.len() > rules.max_payload_bytes {
             return Err(Error::invalid(format!(
                 "the payload has {} bytes; lane `{}` takes at most {} (store it elsewhere and send a reference, or raise max_payload_bytes)",
-                self.payload.len(), self.lane, rules.max_payload_bytes
+                self.payload.len(),
+                self.lane,
+                rules.max_payload_bytes
             )));
         }
         if self.delay > MAX_DELAY {

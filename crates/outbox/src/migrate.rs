@@ -51,8 +51,7 @@ per_dialect!(views, "views.sql");
 per_dialect!(drop_views, "drop_views.sql");
 
 /// The bookkeeping table. `steps` counts statements done: MySQL commits at each one.
-pub(crate) const BOOKKEEPING: &str =
-    "CREATE TABLE IF NOT EXISTS postrider_migrations (version BIGINT PRIMARY KEY, name VARCHAR(255) NOT NULL, steps BIGINT NOT NULL)";
+pub(crate) const BOOKKEEPING: &str = "CREATE TABLE IF NOT EXISTS postrider_migrations (version BIGINT PRIMARY KEY, name VARCHAR(255) NOT NULL, steps BIGINT NOT NULL)";
 
 /// MySQL files are split at `-- step` lines, one statement each.
 #[cfg(feature = "mysql")]
@@ -73,7 +72,9 @@ pub(crate) fn missing(applied: &[i64]) -> Result<Vec<&'static Migration>> {
     if let Some(newer) = applied.iter().copied().filter(|v| *v > newest).max() {
         return Err(Error::new(
             Kind::Schema,
-            format!("the database's schema is at version {newer}, this binary knows only {newest}: run a newer postrider (nothing was changed)"),
+            format!(
+                "the database's schema is at version {newer}, this binary knows only {newest}: run a newer postrider (nothing was changed)"
+            ),
         ));
     }
     Ok(MIGRATIONS.iter().filter(|m| !applied.contains(&m.version)).collect())

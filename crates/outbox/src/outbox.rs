@@ -59,7 +59,8 @@ struct Bell {
 
 impl Outbox {
     pub fn new(store: Arc<dyn Store>) -> Self {
-        let bell = Bell { local: watch::Sender::new(0), wanted: AtomicBool::new(false), ringing: tokio::sync::Mutex::new(()) };
+        let bell =
+            Bell { local: watch::Sender::new(0), wanted: AtomicBool::new(false), ringing: tokio::sync::Mutex::new(()) };
         Outbox { store, bell: Arc::new(bell) }
     }
 
@@ -179,14 +180,29 @@ impl Outbox {
         self.settle_one(lane, owner, lease, Verdict::Sent { result_ref, dedup_hit: false }).await
     }
 
-    pub async fn fail_retry(&self, lane: &str, owner: &str, lease: Lease, code: &str, error: &str, delay: Duration) -> Result<Settled> {
+    pub async fn fail_retry(
+        &self,
+        lane: &str,
+        owner: &str,
+        lease: Lease,
+        code: &str,
+        error: &str,
+        delay: Duration,
+    ) -> Result<Settled> {
         let (code, error) = (code.to_owned(), error.to_owned());
-        self.settle_one(lane, owner, lease, Verdict::Retry { delay, code, error, certainty: Certainty::Unchanged }).await
+        self.settle_one(lane, owner, lease, Verdict::Retry { delay, code, error, certainty: Certainty::Unchanged })
+            .await
     }
 
     pub async fn mark_dead(&self, lane: &str, owner: &str, lease: Lease, code: &str, error: &str) -> Result<Settled> {
         let (code, error) = (code.to_owned(), error.to_owned());
-        self.settle_one(lane, owner, lease, Verdict::Dead { code, error, certainty: Certainty::Unchanged, counted: true }).await
+        self.settle_one(
+            lane,
+            owner,
+            lease,
+            Verdict::Dead { code, error, certainty: Certainty::Unchanged, counted: true },
+        )
+        .await
     }
 
     pub async fn renew_lease(&self, owner: &str, lease: Lease, extend: Duration) -> Result<bool> {
@@ -199,7 +215,11 @@ impl Outbox {
     }
 
     /// Per probe (target, payload digest): `Some(result_ref)` if it was delivered on this lane before, within retention.
-    pub async fn check_dedup(&self, lane: &str, probes: Vec<(Option<String>, Sha)>) -> Result<Vec<Option<Option<String>>>> {
+    pub async fn check_dedup(
+        &self,
+        lane: &str,
+        probes: Vec<(Option<String>, Sha)>,
+    ) -> Result<Vec<Option<Option<String>>>> {
         let retention = self.lanes().get(lane)?.retention;
         let work = Arc::new((lane.to_owned(), probes));
         transact(&*self.store, Mode::Read, move |tx| {

@@ -72,10 +72,23 @@ pub enum Certainty {
 /// What is to be recorded for a leased message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    Sent { result_ref: Option<String>, dedup_hit: bool },
-    Retry { delay: Duration, code: String, error: String, certainty: Certainty },
+    Sent {
+        result_ref: Option<String>,
+        dedup_hit: bool,
+    },
+    Retry {
+        delay: Duration,
+        code: String,
+        error: String,
+        certainty: Certainty,
+    },
     /// `counted`: it was an outcome of a delivery, not a burial.
-    Dead { code: String, error: String, certainty: Certainty, counted: bool },
+    Dead {
+        code: String,
+        error: String,
+        certainty: Certainty,
+        counted: bool,
+    },
 }
 
 impl Verdict {

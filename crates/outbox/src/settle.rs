@@ -179,7 +179,8 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
     let is_bare_sent = |e: &&&Settlement| matches!(e.verdict, Verdict::Sent { result_ref: None, .. });
     let bare: Vec<i64> = won.iter().filter(is_bare_sent).map(|e| e.lease.id).collect();
     if keep_sent && !bare.is_empty() {
-        let moved = insert_done(tx, &bare, "sent", None, "attempts", "last_error_code, last_error", "maybe_sent", &[]).await?;
+        let moved =
+            insert_done(tx, &bare, "sent", None, "attempts", "last_error_code, last_error", "maybe_sent", &[]).await?;
         if moved != bare.len() as u64 {
             return Err(Error::database(format!("{moved} of {} sent messages were moved", bare.len())));
         }
@@ -189,7 +190,8 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
         let moved = match &entry.verdict {
             Verdict::Sent { result_ref, .. } if keep_sent => {
                 let words = result_ref.as_deref().map(cut_error);
-                insert_done(tx, &id, "sent", words, "attempts", "last_error_code, last_error", "maybe_sent", &[]).await?
+                insert_done(tx, &id, "sent", words, "attempts", "last_error_code, last_error", "maybe_sent", &[])
+                    .await?
             }
             Verdict::Dead { code, error, certainty, counted } => {
                 let words = [cut_code(code).into(), cut_error(error).into()];
@@ -203,6 +205,8 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
         changed_one(moved, "the move", entry.lease.id)?;
     }
     let ended: Vec<i64> = won.iter().filter(|e| e.verdict.ends()).map(|e| e.lease.id).collect();
+    let sent = won.iter().filter(|e| matches!(e.verdict, Verdict::Sent { .. })).map(|e| e.lease.id);
+    forget_attempts(tx, rules, sent.collect()).await?;
     if !ended.is_empty() {
         let mut params = Vec::new();
         let list = in_ids(tx.dialect(), &ended, &mut params);
@@ -211,6 +215,17 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
             return Err(Error::database(format!("{gone} of {} ended messages were taken out", ended.len())));
         }
     }
+    Ok(())
+}
+
+/// A lane that keeps nothing of what was sent keeps no history of it either.
+async fn forget_attempts(tx: &mut (dyn Tx + Send), rules: &LaneRules, ids: Vec<i64>) -> Result<()> {
+    if !rules.retention.is_zero() || ids.is_empty() {
+        return Ok(());
+    }
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), &ids, &mut params);
+    tx.execute(&format!("DELETE FROM outbox_attempts WHERE outbox_id {list}"), &params).await?;
     Ok(())
 }
 
@@ -300,8 +315,12 @@ async fn judge_again(tx: &mut (dyn Tx + Send), rules: &LaneRules, entry: &Settle
     let lease: [Value; 2] = [entry.lease.id.into(), entry.lease.token.into()];
     let proof = match entry.verdict {
         Verdict::Sent { .. } => "SELECT 1 FROM outbox_done WHERE id = ? AND lease_token = ? AND status = 'sent'",
-        Verdict::Retry { .. } => "SELECT 1 FROM outbox_attempts WHERE outbox_id = ? AND lease_token = ? AND kind = 'retry'",
-        Verdict::Dead { .. } => "SELECT 1 FROM outbox_attempts WHERE outbox_id = ? AND lease_token = ? AND kind = 'dead'",
+        Verdict::Retry { .. } => {
+            "SELECT 1 FROM outbox_attempts WHERE outbox_id = ? AND lease_token = ? AND kind = 'retry'"
+        }
+        Verdict::Dead { .. } => {
+            "SELECT 1 FROM outbox_attempts WHERE outbox_id = ? AND lease_token = ? AND kind = 'dead'"
+        }
     };
     if !tx.query(proof, &lease).await?.is_empty() {
         return Ok(Settled::Applied);

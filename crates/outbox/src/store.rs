@@ -52,6 +52,8 @@ pub enum From {
 pub struct Claimed {
     pub messages: Vec<Message>,
     pub now: Timestamp,
+    /// Nothing claimable was left behind the last message: the claim came to the end of what is due.
+    pub exhausted: bool,
 }
 
 /// One entry of the walk from the head.

@@ -72,7 +72,9 @@ impl FromStr for Timestamp {
     fn from_str(text: &str) -> Result<Self, String> {
         let moment = OffsetDateTime::parse(text, &Rfc3339)
             .map_err(|e| format!("`{text}` is not a time: {e}; write it as 2026-03-01T12:00:00Z"))?;
-        i64::try_from(moment.unix_timestamp_nanos() / 1000).map(Timestamp).map_err(|_| format!("`{text}` is out of range"))
+        i64::try_from(moment.unix_timestamp_nanos() / 1000)
+            .map(Timestamp)
+            .map_err(|_| format!("`{text}` is out of range"))
     }
 }
 

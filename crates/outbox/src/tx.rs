@@ -85,7 +85,9 @@ impl Row {
             Value::Bool(b) => Ok(Some(i64::from(*b))),
             Value::Float(f) => Ok(Some(*f as i64)),
             // Decimal results (SUM in MySQL) arrive as text.
-            Value::Text(t) => t.parse().map(Some).map_err(|_| unexpected(index, "a number", self.at(index).unwrap_or(&Value::Null))),
+            Value::Text(t) => {
+                t.parse().map(Some).map_err(|_| unexpected(index, "a number", self.at(index).unwrap_or(&Value::Null)))
+            }
             other => Err(unexpected(index, "a number", other)),
         }
     }

@@ -90,8 +90,11 @@ struct Ledger;
 impl OnSettled for Ledger {
     async fn on_settled(&self, tx: &mut (dyn Tx + Send), winners: &[Winner]) -> Result<()> {
         for winner in winners.iter().filter(|w| w.verdict.ends()) {
-            tx.execute("INSERT INTO sim_ends (id, token) VALUES (?, ?)", &[winner.id.into(), winner.lease_token.into()])
-                .await?;
+            tx.execute(
+                "INSERT INTO sim_ends (id, token) VALUES (?, ?)",
+                &[winner.id.into(), winner.lease_token.into()],
+            )
+            .await?;
         }
         Ok(())
     }
@@ -99,13 +102,37 @@ impl OnSettled for Ledger {
 
 enum Action {
     Enqueue(usize),
-    Step { worker: usize, life: u64 },
+    Step {
+        worker: usize,
+        life: u64,
+    },
     /// A store operation reaches the database.
-    Execute { worker: usize, life: u64, owner: String, command: Command, lose_answer: bool },
-    Hear { worker: usize, life: u64, event: Event },
-    Arrive { worker: usize, life: u64, message: Box<Message>, outcome: Outcome, accepted: bool, answer_after: u64 },
-    Crash { worker: usize },
-    Start { worker: usize },
+    Execute {
+        worker: usize,
+        life: u64,
+        owner: String,
+        command: Command,
+        lose_answer: bool,
+    },
+    Hear {
+        worker: usize,
+        life: u64,
+        event: Event,
+    },
+    Arrive {
+        worker: usize,
+        life: u64,
+        message: Box<Message>,
+        outcome: Outcome,
+        accepted: bool,
+        answer_after: u64,
+    },
+    Crash {
+        worker: usize,
+    },
+    Start {
+        worker: usize,
+    },
 }
 
 struct Alive {
@@ -351,7 +378,9 @@ impl World {
         let Some(alive) = self.alive(worker, life) else { return };
         let next = alive.core.next_step(Tick::from_micros(now)).micros();
         if idle && next <= now {
-            self.outcomes.violations.push(format!("L9: w{worker} has nothing to do at {now} and wants to be asked again at once"));
+            self.outcomes
+                .violations
+                .push(format!("L9: w{worker} has nothing to do at {now} and wants to be asked again at once"));
             return;
         }
         let next = next.max(now + 1);
@@ -409,7 +438,10 @@ impl World {
     fn send_out(&mut self, worker: usize, life: u64, message: Box<Message>) {
         let there = self.now + self.rng.u64(100..20_000);
         let mut answer_after = self.rng.u64(100..20_000);
-        let retry = |code: &'static str, reach| Outcome::Retry { fault: Fault::new(code, "simulated", reach), retry_after: None };
+        let retry = |code: &'static str, reach| Outcome::Retry {
+            fault: Fault::new(code, "simulated", reach),
+            retry_after: None,
+        };
         let (outcome, accepted) = if self.trouble() {
             match self.rng.u8(0..5) {
                 0 => (retry("CONNECT_REFUSED", Reach::NeverSent), false),
@@ -431,7 +463,15 @@ impl World {
         self.at(there, Action::Arrive { worker, life, message, outcome, accepted, answer_after });
     }
 
-    fn arrive(&mut self, worker: usize, life: u64, message: Message, outcome: Outcome, accepted: bool, answer_after: u64) {
+    fn arrive(
+        &mut self,
+        worker: usize,
+        life: u64,
+        message: Message,
+        outcome: Outcome,
+        accepted: bool,
+        answer_after: u64,
+    ) {
         // A request on its way arrives even if its sender is gone.
         if self.poison.contains(&message.id) {
             if self.alive(worker, life).is_some() {
@@ -460,7 +500,11 @@ impl World {
             ($op:expr, $variant:ident, $result:expr) => {{
                 let result = $result;
                 self.note(format_args!("w{worker} {} {:?} lost {lose_answer}", stringify!($variant), brief(&result)));
-                if lose_answer { Event::$variant { op: $op, result: Err(lost($op)) } } else { Event::$variant { op: $op, result } }
+                if lose_answer {
+                    Event::$variant { op: $op, result: Err(lost($op)) }
+                } else {
+                    Event::$variant { op: $op, result }
+                }
             }};
         }
         match command {
@@ -479,7 +523,9 @@ impl World {
                 }
                 answer!(op, Claimed, result)
             }
-            Command::Walk { op, shard, after, limit, .. } => answer!(op, Walked, store.walk(LANE, shard, after, limit).await),
+            Command::Walk { op, shard, after, limit, .. } => {
+                answer!(op, Walked, store.walk(LANE, shard, after, limit).await)
+            }
             Command::Dedup { op, probes, .. } => {
                 let result = self.outbox.check_dedup(LANE, probes).await;
                 if result.as_ref().is_ok_and(|hits| hits.iter().any(Option::is_some)) {
@@ -558,7 +604,10 @@ impl World {
                 }
                 Status::Sent if poisoned => wrong.push(format!("message {id} kills its worker and is called sent")),
                 Status::Dead if !poisoned => {
-                    wrong.push(format!("message {id} is dead without a reason: {:?} {:?}", row.last_error_code, row.crashes));
+                    wrong.push(format!(
+                        "message {id} is dead without a reason: {:?} {:?}",
+                        row.last_error_code, row.crashes
+                    ));
                 }
                 Status::Dead if row.last_error_code.as_deref() != Some("POISON") => {
                     wrong.push(format!("the poison message {id} ended as {:?}", row.last_error_code));
@@ -579,7 +628,9 @@ impl World {
             for id in self.outcomes.received.iter().map(|r| r.id) {
                 let n = self.order.get(&id).copied().unwrap_or_default();
                 if !contents.insert((n % 20, n % 5)) {
-                    wrong.push(format!("P10: message {id} is the twin of one that was delivered, and was delivered too"));
+                    wrong.push(format!(
+                        "P10: message {id} is the twin of one that was delivered, and was delivered too"
+                    ));
                 }
             }
         }

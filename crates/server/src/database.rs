@@ -14,8 +14,14 @@ use crate::failure::{Failure, Result};
 
 /// Whatever its schema.
 pub async fn open(config: &Config) -> Result<Outbox> {
-    let store = stores::open(&config.database, config.store_lanes(), stores::Options::default()).await?;
+    let store = stores::open(&config.database, config.store_lanes(), options(config)).await?;
     Ok(Outbox::new(store))
+}
+
+fn options(config: &Config) -> stores::Options {
+    let defaults = stores::Options::default();
+    let lease = config.lanes.values().map(|lane| lane.settings.lease).min().unwrap_or(defaults.lease);
+    stores::Options { lease, ..defaults }
 }
 
 /// Only to look: a SQLite file that is not there is not created, and looks empty.

@@ -34,13 +34,29 @@ pub struct Options {
     pub connections: usize,
     /// Past this an operation is given up and its connection closed.
     pub deadline: Duration,
+    /// The shortest lease in use: a session that stops in the middle of a transaction is ended by the database within a
+    /// third of it, so that it does not hold its locks for longer.
+    pub lease: Duration,
     /// LISTEN/NOTIFY across processes (PostgreSQL); switch it off behind a transaction-mode pooler.
     pub notifications: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { connections: 8, deadline: Duration::from_secs(10), notifications: true }
+        Options {
+            connections: 8,
+            deadline: Duration::from_secs(10),
+            lease: Duration::from_secs(60),
+            notifications: true,
+        }
+    }
+}
+
+impl Options {
+    /// After this long in silence the database ends a session of ours.
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
+    pub(crate) fn silence(&self) -> Duration {
+        (self.lease / 3).clamp(Duration::from_secs(2), Duration::from_secs(60))
     }
 }
 
@@ -237,7 +253,7 @@ impl Skew {
 }
 
 /// Runs again what deadlocked, a bounded number of times, a little later each time.
-#[cfg(any(feature = "mysql", feature = "postgres"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) async fn rerun<T, F>(mut run: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,

@@ -91,7 +91,9 @@ fn unbind(value: mysql_async::Value, binary: bool) -> Value {
         V::Float(f) => Value::Float(f.into()),
         V::Double(f) => Value::Float(f),
         V::Bytes(b) if binary => Value::Bytes(b.into()),
-        V::Bytes(b) => Value::Text(String::from_utf8(b).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())),
+        V::Bytes(b) => {
+            Value::Text(String::from_utf8(b).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
+        }
         V::Date(y, mo, d, h, mi, s, us) => Value::Time(moment(y, mo, d, h, mi, s, us)),
         V::Time(..) => Value::Null,
     }
@@ -117,9 +119,11 @@ fn unbind_text(column: &mysql_async::Column, value: mysql_async::Value) -> Value
     let mysql_async::Value::Bytes(bytes) = &value else { return unbind(value, false) };
     let text = || std::str::from_utf8(bytes).unwrap_or_default();
     match column.column_type() {
-        C::MYSQL_TYPE_TINY | C::MYSQL_TYPE_SHORT | C::MYSQL_TYPE_INT24 | C::MYSQL_TYPE_LONG | C::MYSQL_TYPE_LONGLONG => {
-            text().parse().map_or(Value::Null, Value::Int)
-        }
+        C::MYSQL_TYPE_TINY
+        | C::MYSQL_TYPE_SHORT
+        | C::MYSQL_TYPE_INT24
+        | C::MYSQL_TYPE_LONG
+        | C::MYSQL_TYPE_LONGLONG => text().parse().map_or(Value::Null, Value::Int),
         C::MYSQL_TYPE_FLOAT | C::MYSQL_TYPE_DOUBLE => text().parse().map_or(Value::Null, Value::Float),
         C::MYSQL_TYPE_DATETIME | C::MYSQL_TYPE_TIMESTAMP => parse_datetime(text()),
         _ => unbind(value, is_binary(column)),
@@ -232,7 +236,13 @@ fn time_literal(time: Timestamp) -> String {
     let (date, clock) = (d.date(), d.time());
     format!(
         "'{:04}-{:02}-{:02} {:02}:{:02}:{:02}.{:06}'",
-        date.year(), u8::from(date.month()), date.day(), clock.hour(), clock.minute(), clock.second(), clock.microsecond()
+        date.year(),
+        u8::from(date.month()),
+        date.day(),
+        clock.hour(),
+        clock.minute(),
+        clock.second(),
+        clock.microsecond()
     )
 }
 
@@ -245,18 +255,28 @@ impl MysqlStore {
     pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         let url_fixed = url.replacen("mariadb:", "mysql:", 1);
         let opts = Opts::from_url(&url_fixed).map_err(|e| {
-            Error::invalid(format!("`{}` is no MySQL URL: {e}; write mysql://USER:PASSWORD@HOST:3306/DATABASE", without_password(url)))
+            Error::invalid(format!(
+                "`{}` is no MySQL URL: {e}; write mysql://USER:PASSWORD@HOST:3306/DATABASE",
+                without_password(url)
+            ))
         })?;
         if opts.db_name().is_none_or(str::is_empty) {
-            return Err(Error::invalid(format!("`{}` names no database; append one: mysql://…/DATABASE", without_password(url))));
+            return Err(Error::invalid(format!(
+                "`{}` names no database; append one: mysql://…/DATABASE",
+                without_password(url)
+            )));
         }
         // A session cut off by the network must not hold its locks for long.
         let setup = vec![
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(),
-            "SET SESSION wait_timeout = 300, innodb_lock_wait_timeout = 5, time_zone = '+00:00'".to_owned(),
+            format!(
+                "SET SESSION wait_timeout = {}, innodb_lock_wait_timeout = 5, time_zone = '+00:00'",
+                options.silence().as_secs()
+            ),
         ];
-        let opts = OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
-        let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, options.connections, options.deadline);
+        let opts =
+            OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
+        let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, &options);
         Ok(MysqlStore { lanes, skew: Arc::default(), pool })
     }
 
@@ -313,13 +333,18 @@ pub fn candidates_sql(claim: &Claim, now: &str) -> String {
         From::Mark(mark) => (*mark, format!("{free} AND {ordinary}")),
         From::Adopt { mark, known } => (
             *mark,
-            format!("({free} OR locked_by = {owner}) AND {ordinary} AND id NOT IN ({})", list(known.iter().copied().chain([0]))),
+            format!(
+                "({free} AND {ordinary} OR locked_by = {owner}) AND id NOT IN ({})",
+                list(known.iter().copied().chain([0]))
+            ),
         ),
         From::Ids(ids) => {
             let ids = list(ids.iter().copied());
             return format!(
                 "SELECT id, due_at FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND {free} ORDER BY due_at, id LIMIT {}",
-                literal(&claim.lane), claim.shard, claim.limit
+                literal(&claim.lane),
+                claim.shard,
+                claim.limit
             );
         }
     };
@@ -357,12 +382,12 @@ async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> 
     if candidates.is_empty() {
         let (rows, _) = run(conn, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
         let now = rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
-        return Ok(Claimed { messages: vec![], now });
+        return Ok(Claimed { messages: vec![], now, exhausted: true });
     }
     conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
     let claimed = async {
-        let messages = lock_candidates(conn, claim, now, candidates).await?;
-        update_claimed(conn, claim, now, messages).await
+        let (messages, exhausted) = lock_candidates(conn, claim, now, candidates).await?;
+        Ok(Claimed { exhausted, ..update_claimed(conn, claim, now, messages).await? })
     };
     match claimed.await {
         Ok(claimed) => {
@@ -378,11 +403,18 @@ async fn look(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Vec<Mark>> {
     rows.iter().map(|row| Ok(Mark { id: row.int(0)?, due_at: row.time(1)? })).collect()
 }
 
-/// Locks candidates in their order, skipping what others hold; looks further on while some are missing.
-async fn lock_candidates(conn: &mut Conn, claim: &Claim, now: &str, mut candidates: Vec<Mark>) -> Result<Vec<Message>> {
+/// Locks candidates in their order, skipping what others hold; looks further on while some are missing. Answers also
+/// whether it came to the end of them.
+async fn lock_candidates(
+    conn: &mut Conn,
+    claim: &Claim,
+    now: &str,
+    mut candidates: Vec<Mark>,
+) -> Result<(Vec<Message>, bool)> {
     let adopting = matches!(claim.from, From::Adopt { .. });
     let own = if adopting { format!(" OR locked_by = {}", literal(&claim.owner)) } else { String::new() };
     let mut messages: Vec<Message> = Vec::with_capacity(candidates.len());
+    let mut wanted = claim.limit;
     for _ in 0..LOOKS {
         let sql = format!(
             "SELECT {CLAIMED} FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND due_at <= {now}
@@ -394,18 +426,24 @@ async fn lock_candidates(conn: &mut Conn, claim: &Claim, now: &str, mut candidat
             messages.push(message_of(row, claim)?);
         }
         let missing = claim.limit.saturating_sub(messages.len() as u32);
-        let Some(last) = candidates.last().filter(|_| missing > 0 && candidates.len() as u32 >= missing) else { break };
+        if missing == 0 {
+            return Ok((messages, false));
+        }
+        let Some(last) = candidates.last().filter(|_| candidates.len() as u32 >= wanted) else {
+            return Ok((messages, true));
+        };
         if !matches!(claim.from, From::Mark(_)) {
-            break;
+            return Ok((messages, false));
         }
         let further = Mark { due_at: last.due_at, id: last.id + 1 };
         let next = Claim { limit: missing, from: From::Mark(Some(further)), ..claim.clone() };
         candidates = look(conn, &next, now).await?;
+        wanted = missing;
         if candidates.is_empty() {
-            break;
+            return Ok((messages, true));
         }
     }
-    Ok(messages)
+    Ok((messages, false))
 }
 
 async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages: Vec<Message>) -> Result<Claimed> {
@@ -428,7 +466,10 @@ async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages:
     for m in messages.iter().filter(|m| m.taken_over_from.is_some()) {
         let sql = format!(
             "INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, worker, at) VALUES ({}, {}, 'takeover', {}, {}, {now})",
-            m.id, m.lease_token, m.attempts, literal(m.taken_over_from.as_deref().unwrap_or_default())
+            m.id,
+            m.lease_token,
+            m.attempts,
+            literal(m.taken_over_from.as_deref().unwrap_or_default())
         );
         run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
     }
@@ -439,12 +480,13 @@ async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages:
     let lease_until = row.opt_time(1)?.unwrap_or_default();
     messages.iter_mut().for_each(|m| m.lease_until = lease_until);
     messages.sort_unstable_by_key(|m| (m.due_at, m.id));
-    Ok(Claimed { messages, now: row.time(0)? })
+    Ok(Claimed { messages, now: row.time(0)?, exhausted: false })
 }
 
 /// The row as it will be once claimed.
 fn message_of(row: &Row, claim: &Claim) -> Result<Message> {
-    let hold = Hold { token: row.int(3)?, locked_by: row.opt_text(16)?, lease_until: None, crashes: row.int(5)? as u32 };
+    let hold =
+        Hold { token: row.int(3)?, locked_by: row.opt_text(16)?, lease_until: None, crashes: row.int(5)? as u32 };
     let takeover = hold.takeover(&claim.owner);
     Ok(Message {
         id: row.int(0)?,
@@ -512,9 +554,11 @@ async fn move_sent(
             let references: String = won
                 .iter()
                 .filter_map(|e| match &e.verdict {
-                    Verdict::Sent { result_ref: Some(reference), .. } => {
-                        Some(format!(" WHEN {} THEN CONVERT({} USING utf8mb4)", e.lease.id, literal(&cut_error(reference))))
-                    }
+                    Verdict::Sent { result_ref: Some(reference), .. } => Some(format!(
+                        " WHEN {} THEN CONVERT({} USING utf8mb4)",
+                        e.lease.id,
+                        literal(&cut_error(reference))
+                    )),
                     _ => None,
                 })
                 .collect();
@@ -526,6 +570,11 @@ async fn move_sent(
                  FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) ORDER BY id"
             );
             expect_all(conn, &sql, won.len()).await?;
+        }
+        if !keep {
+            // A lane that keeps nothing of what was sent keeps no history of it either.
+            let sql = format!("DELETE FROM outbox_attempts WHERE outbox_id IN ({ids})");
+            run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
         }
         expect_all(conn, &format!("DELETE FROM outbox WHERE id IN ({ids})"), won.len()).await?;
     }
@@ -572,7 +621,9 @@ async fn migrate_on(conn: &mut Conn) -> Result<Vec<String>> {
                 other => other.map_err(fail)?,
             }
             let done = -(n as i64) - 2;
-            conn.exec_drop("UPDATE postrider_migrations SET steps = ? WHERE version = ?", (done, version)).await.map_err(fail)?;
+            conn.exec_drop("UPDATE postrider_migrations SET steps = ? WHERE version = ?", (done, version))
+                .await
+                .map_err(fail)?;
         }
     }
     for step in migrate::steps(migrate::views(Dialect::Mysql)) {
@@ -632,7 +683,8 @@ impl Store for MysqlStore {
         let mut loan = self.pool.take().await?;
         let answer = self.pool.timed(async {
             let (rows, _) = run(&mut loan.connection, &sql, &[]).await.map_err(|e| classify(&e))?;
-            let (clock, _) = run(&mut loan.connection, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
+            let (clock, _) =
+                run(&mut loan.connection, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
             let now = clock.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
             Ok(Walked { seen: rows.iter().map(super::seen_of).collect::<Result<_>>()?, now })
         });
@@ -688,7 +740,13 @@ impl super::Shortcut for MysqlStore {
         self
     }
 
-    async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+    async fn settle_sent(
+        &self,
+        rules: &LaneRules,
+        lane: &str,
+        owner: &str,
+        entries: &[Settlement],
+    ) -> Result<Vec<Settled>> {
         let (now, keep) = (self.now(), !rules.retention.is_zero());
         rerun(|| async {
             let mut loan = self.pool.take().await?;

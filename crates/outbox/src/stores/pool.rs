@@ -7,6 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::Options;
+use crate::clock::Tick;
 use crate::error::{Error, Kind, Result};
 
 #[async_trait]
@@ -20,7 +22,9 @@ pub(crate) trait Connect: Send + Sync + 'static {
 
 pub(crate) struct Pool<C: Connect> {
     connector: C,
-    idle: Mutex<Vec<C::Connection>>,
+    /// With the moment each came back: the database ends sessions that are silent for long.
+    idle: Mutex<Vec<(C::Connection, Tick)>>,
+    longest_idle: Duration,
     permits: Arc<Semaphore>,
     size: usize,
     deadline: Duration,
@@ -33,21 +37,38 @@ pub(crate) struct Loan<C: Connect> {
 }
 
 impl<C: Connect> Pool<C> {
-    pub fn new(connector: C, size: usize, deadline: Duration) -> Self {
-        let size = size.max(1);
-        Pool { connector, idle: Mutex::default(), permits: Arc::new(Semaphore::new(size)), size, deadline }
+    pub fn new(connector: C, options: &Options) -> Self {
+        let (size, deadline, longest_idle) = (options.connections.max(1), options.deadline, options.silence() / 2);
+        Pool {
+            connector,
+            longest_idle,
+            idle: Mutex::default(),
+            permits: Arc::new(Semaphore::new(size)),
+            size,
+            deadline,
+        }
     }
 
     pub async fn take(&self) -> Result<Loan<C>> {
         let wait = tokio::time::timeout(self.deadline, self.permits.clone().acquire_owned());
         let busy = || {
-            Error::new(Kind::Busy, format!("all {} database connections are busy; raise the connection limit or lower the load", self.size))
+            Error::new(
+                Kind::Busy,
+                format!(
+                    "all {} database connections are busy; raise the connection limit or lower the load",
+                    self.size
+                ),
+            )
         };
         let permit = wait.await.map_err(|_| busy())?.map_err(|_| busy())?;
         loop {
             let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
             match idle {
-                Some(connection) if C::is_open(&connection) => return Ok(Loan { connection, _permit: permit }),
+                Some((connection, since))
+                    if C::is_open(&connection) && Tick::now().since(since) < self.longest_idle =>
+                {
+                    return Ok(Loan { connection, _permit: permit });
+                }
                 Some(_) => {}
                 None => break,
             }
@@ -61,7 +82,7 @@ impl<C: Connect> Pool<C> {
 
     pub fn give_back(&self, loan: Loan<C>) {
         if C::is_open(&loan.connection) {
-            self.idle.lock().unwrap_or_else(|e| e.into_inner()).push(loan.connection);
+            self.idle.lock().unwrap_or_else(|e| e.into_inner()).push((loan.connection, Tick::now()));
         }
     }
 
@@ -70,7 +91,11 @@ impl<C: Connect> Pool<C> {
     pub async fn timed<R>(&self, work: impl Future<Output = R>) -> Result<R> {
         tokio::time::timeout(self.deadline, work).await.map_err(|_| {
             let limit = self.deadline.as_secs_f32();
-            Error::new(Kind::Timeout, format!("the database did not answer within {limit} s; the connection was closed")).unknown()
+            Error::new(
+                Kind::Timeout,
+                format!("the database did not answer within {limit} s; the connection was closed"),
+            )
+            .unknown()
         })
     }
 }

@@ -27,18 +27,18 @@ use crate::time::{Timestamp, micros_of};
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
 
 const CHANNEL: &str = "postrider";
-/// READ COMMITTED whatever the role's default; a transaction cut off by the network must not hold its locks for long.
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '10s'";
+/// READ COMMITTED whatever the role's default.
 /// The hot statements walk an index in its order or look ids up, always: with statistics from a smaller day PostgreSQL
 /// would rather sort all that is due, for every claim.
 #[doc(hidden)]
-pub const BEGIN_ONE: &str =
+pub const BEGIN: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_seqscan = off";
 
 pub struct PostgresStore {
     lanes: Arc<Lanes>,
     skew: Arc<Skew>,
     pool: Pool<Connector>,
+    silence: Duration,
     listener: Option<Arc<Listener>>,
 }
 
@@ -105,11 +105,15 @@ impl Connection {
     }
 
     /// BEGIN, one statement and COMMIT in one round trip.
-    async fn run_one(&mut self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
+    async fn run_one(
+        &mut self,
+        sql: &str,
+        params: &[&(dyn ToSql + Sync)],
+    ) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
         let statement = self.prepared(sql).await?;
         let clock = self.prepared("SELECT clock_timestamp()").await?;
         let (begun, rows, clock, committed) = join4(
-            self.client.batch_execute(BEGIN_ONE),
+            self.client.batch_execute(BEGIN),
             self.client.query(&statement, params),
             self.client.query_one(&clock, &[]),
             self.client.batch_execute("COMMIT"),
@@ -126,7 +130,11 @@ impl Connection {
 
 fn at_commit(error: &tokio_postgres::Error) -> Error {
     let classified = classify(error);
-    if error.as_db_error().is_some() && classified.kind != Kind::Unreachable { classified } else { classified.unknown() }
+    if error.as_db_error().is_some() && classified.kind != Kind::Unreachable {
+        classified
+    } else {
+        classified.unknown()
+    }
 }
 
 pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
@@ -234,7 +242,11 @@ impl<'a> FromSql<'a> for Value {
 }
 
 /// One statement in one round trip, without a named statement left behind in the caller's session.
-async fn run_typed<C: tokio_postgres::GenericClient>(client: &C, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
+async fn run_typed<C: tokio_postgres::GenericClient>(
+    client: &C,
+    sql: &str,
+    params: &[Value],
+) -> Result<(Vec<Row>, u64)> {
     let typed: Vec<(&Value, Type)> = params.iter().map(|v| (v, type_of(v))).collect();
     let sql = numbered(sql);
     let stream = client.query_typed_raw(&sql, typed).await.map_err(|e| classify(&e))?;
@@ -309,14 +321,18 @@ fn now_sql(skew: i64) -> String {
 impl PostgresStore {
     pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         let mut config: Config = url.parse().map_err(|e: tokio_postgres::Error| {
-            Error::invalid(format!("`{}` is no PostgreSQL URL: {}; write postgres://USER:PASSWORD@HOST:5432/DATABASE", without_password(url), chain(&e)))
+            Error::invalid(format!(
+                "`{}` is no PostgreSQL URL: {}; write postgres://USER:PASSWORD@HOST:5432/DATABASE",
+                without_password(url),
+                chain(&e)
+            ))
         })?;
         config.application_name("postrider").connect_timeout(options.deadline).keepalives(true);
         config.keepalives_idle(Duration::from_secs(30)).tcp_user_timeout(options.deadline);
         let shown = without_password(url);
         let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone())));
-        let pool = Pool::new(Connector { config, shown }, options.connections, options.deadline);
-        Ok(PostgresStore { lanes, skew: Arc::default(), pool, listener })
+        let pool = Pool::new(Connector { config, shown }, &options);
+        Ok(PostgresStore { lanes, skew: Arc::default(), pool, silence: options.silence(), listener })
     }
 
     fn now(&self) -> String {
@@ -345,8 +361,13 @@ impl PostgresStore {
     }
 }
 
-async fn in_transaction(client: &Client, skew: i64, work: &mut Work) -> Result<()> {
-    client.batch_execute(BEGIN).await.map_err(|e| classify(&e))?;
+async fn in_transaction(client: &Client, skew: i64, silence: Duration, work: &mut Work) -> Result<()> {
+    // A transaction cut off by the network must not hold its locks for long.
+    let begin = format!(
+        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = {}",
+        silence.as_millis()
+    );
+    client.batch_execute(&begin).await.map_err(|e| classify(&e))?;
     let mut tx = PostgresTx { client, skew, failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
@@ -379,7 +400,9 @@ pub fn claim_sql(from: &From, now: &str) -> String {
     let which = match from {
         From::Mark(_) => format!("(due_at, id) >= ($6, $7) AND {free} AND {ordinary} AND $8::bigint[] IS NOT NULL"),
         From::Adopt { .. } => {
-            format!("(due_at, id) >= ($6, $7) AND ({free} OR locked_by = $3) AND {ordinary} AND id <> ALL($8::bigint[])")
+            format!(
+                "(due_at, id) >= ($6, $7) AND ({free} AND {ordinary} OR locked_by = $3) AND id <> ALL($8::bigint[])"
+            )
         }
         From::Ids(_) => format!("{free} AND id = ANY($8::bigint[]) AND (due_at, id) >= ($6, $7)"),
     };
@@ -421,7 +444,12 @@ pub fn settle_sent_sql(keep: bool, now: &str) -> String {
     let gone = "DELETE FROM outbox o USING unnest($1::bigint[], $2::bigint[], $3::text[]) AS t(id, token, reference)
                 WHERE o.id = t.id AND o.lease_token = t.token AND o.locked_by = $4 AND o.lane = $5";
     if !keep {
-        return format!("{gone} RETURNING o.id");
+        return // A lane that keeps nothing of what was sent keeps no history of it either.
+        format!(
+            "WITH gone AS ({gone} RETURNING o.id),
+                  attempts AS (DELETE FROM outbox_attempts a USING gone WHERE a.outbox_id = gone.id)
+             SELECT id FROM gone"
+        );
     }
     format!(
         "WITH gone AS ({gone} RETURNING o.*, t.reference)
@@ -470,7 +498,9 @@ impl Store for PostgresStore {
         let loan = self.pool.take().await?;
         let client = &loan.connection.client;
         let run = async {
-            client.batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock(7305811283405)").await?;
+            client
+                .batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock(7305811283405)")
+                .await?;
             client.batch_execute(migrate::BOOKKEEPING).await?;
             let rows = client.query("SELECT version FROM postrider_migrations", &[]).await?;
             rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()
@@ -515,7 +545,9 @@ impl Store for PostgresStore {
         let mut messages =
             rows.iter().map(|row| message_of(row, claim)).collect::<Result<Vec<_>, _>>().map_err(|e| classify(&e))?;
         messages.sort_unstable_by_key(|m| (m.due_at, m.id));
-        Ok(Claimed { messages, now: Timestamp::from_micros(now.micros() + self.skew.micros()) })
+        // What was skipped is locked by another claim, which takes it.
+        let exhausted = (messages.len() as u32) < claim.limit;
+        Ok(Claimed { messages, now: Timestamp::from_micros(now.micros() + self.skew.micros()), exhausted })
     }
 
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
@@ -560,7 +592,10 @@ impl Store for PostgresStore {
         rerun(|| async {
             let loan = self.pool.take().await?;
             let mut work = work.lock().await;
-            let answer = self.pool.timed(in_transaction(&loan.connection.client, self.skew.micros(), &mut work)).await?;
+            let answer = self
+                .pool
+                .timed(in_transaction(&loan.connection.client, self.skew.micros(), self.silence, &mut work))
+                .await?;
             self.keep_if_clean(loan, &answer);
             answer
         })
@@ -599,7 +634,13 @@ impl super::Shortcut for PostgresStore {
         self
     }
 
-    async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+    async fn settle_sent(
+        &self,
+        rules: &LaneRules,
+        lane: &str,
+        owner: &str,
+        entries: &[Settlement],
+    ) -> Result<Vec<Settled>> {
         let ids: Vec<i64> = entries.iter().map(|e| e.lease.id).collect();
         let tokens: Vec<i64> = entries.iter().map(|e| e.lease.token).collect();
         let references: Vec<Option<String>> = entries

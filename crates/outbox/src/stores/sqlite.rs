@@ -95,7 +95,11 @@ impl SqliteStore {
         queue.send(Request { job, hot }).map_err(|_| closed())?;
         match tokio::time::timeout(self.deadline, answer).await {
             Ok(answer) => answer.map_err(|_| closed().unknown())?,
-            Err(_) => Err(Error::new(Kind::Timeout, "SQLite did not answer in time; is another process holding a write lock?").unknown()),
+            Err(_) => Err(Error::new(
+                Kind::Timeout,
+                "SQLite did not answer in time; is another process holding a write lock?",
+            )
+            .unknown()),
         }
     }
 }
@@ -117,7 +121,9 @@ fn check_library(version: i32) -> Result<()> {
         Kind::Schema,
         format!(
             "this build links SQLite {}.{}.{}, which can lose committed writes when two processes share a file; build with SQLite 3.51.3 or newer (feature `bundled` of rusqlite)",
-            version / 1_000_000, version / 1000 % 1000, version % 1000
+            version / 1_000_000,
+            version / 1000 % 1000,
+            version % 1000
         ),
     ))
 }
@@ -128,7 +134,9 @@ fn file_of(url: &str) -> Result<Option<PathBuf>> {
     let rest = rest.strip_prefix("//").unwrap_or(rest);
     let path = rest.split('?').next().unwrap_or(rest);
     match path {
-        "" => Err(Error::invalid("the URL names no file: write sqlite://postrider.db or sqlite:///var/lib/postrider.db")),
+        "" => {
+            Err(Error::invalid("the URL names no file: write sqlite://postrider.db or sqlite:///var/lib/postrider.db"))
+        }
         ":memory:" => Ok(None),
         path => Ok(Some(PathBuf::from(path))),
     }
@@ -219,7 +227,8 @@ fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Reques
             (Ok(()), false, true) => done.push(finish),
             (Ok(()), false, false) => {
                 let _ = tx.batch("ROLLBACK");
-                let neighbour = Error::new(Kind::Busy, "another request of the same commit failed; nothing was changed, try again");
+                let neighbour =
+                    Error::new(Kind::Busy, "another request of the same commit failed; nothing was changed, try again");
                 done.drain(..).for_each(|finish| finish(Err(neighbour.clone())));
                 finish(Ok(())); // it knows its own error
                 begun = tx.batch(begin);
@@ -367,7 +376,7 @@ pub fn claim_sql(from: &From) -> String {
         From::Mark(_) => ("INDEXED BY idx_claim", format!("{free} AND {ordinary}")),
         From::Adopt { .. } => (
             "INDEXED BY idx_claim",
-            format!("({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))"),
+            format!("({free} AND {ordinary} OR locked_by = ?4) AND id NOT IN (SELECT value FROM json_each(?7))"),
         ),
         From::Ids(_) => ("NOT INDEXED", format!("{free} AND id IN (SELECT value FROM json_each(?7))")),
     };
@@ -391,7 +400,14 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
         let mut messages = Vec::new();
         let mut select = tx.connection.prepare_cached(&sql)?;
         let mut rows = select.query(rusqlite::params![
-            claim.lane, claim.shard, now.micros(), claim.owner, mark.due_at.micros(), mark.id, ids, claim.limit
+            claim.lane,
+            claim.shard,
+            now.micros(),
+            claim.owner,
+            mark.due_at.micros(),
+            mark.id,
+            ids,
+            claim.limit
         ])?;
         while let Some(row) = rows.next()? {
             messages.push(message_of(row, claim, lease_until)?);
@@ -401,7 +417,13 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
         )?;
         for m in &messages {
             update.execute(rusqlite::params![
-                m.lease_token, claim.owner, now.micros(), lease_until.micros(), m.crashes, m.maybe_sent, m.id
+                m.lease_token,
+                claim.owner,
+                now.micros(),
+                lease_until.micros(),
+                m.crashes,
+                m.maybe_sent,
+                m.id
             ])?;
         }
         Ok(messages)
@@ -412,7 +434,8 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
             ready_now(settle::record_attempt(tx, m.id, m.lease_token, "takeover", m.attempts, None, from))?;
         }
     }
-    Ok(Claimed { messages, now })
+    let exhausted = (messages.len() as u32) < claim.limit;
+    Ok(Claimed { messages, now, exhausted })
 }
 
 /// The row as it will be once claimed.
@@ -455,19 +478,27 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
 }
 
 #[doc(hidden)]
-pub const WALK_SQL: &str = "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox INDEXED BY idx_claim
+pub const WALK_SQL: &str =
+    "SELECT due_at, id, lease_token, locked_by, lease_until, crashes FROM outbox INDEXED BY idx_claim
     WHERE lane = ? AND shard_id = ? AND due_at <= ? AND (due_at, id) > (?, ?) ORDER BY due_at, id LIMIT ?";
 
 fn walk(tx: &mut SqliteTx, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
     let now = tx.now_moment();
     let after = after.unwrap_or(Mark { due_at: Timestamp::from_micros(i64::MIN), id: i64::MIN });
-    let params: [Value; 6] = [lane.into(), shard.into(), now.into(), after.due_at.into(), after.id.into(), limit.into()];
+    let params: [Value; 6] =
+        [lane.into(), shard.into(), now.into(), after.due_at.into(), after.id.into(), limit.into()];
     let seen = query(&tx.connection, WALK_SQL, &params)?.iter().map(super::seen_of).collect::<Result<_>>()?;
     Ok(Walked { seen, now })
 }
 
 /// The short cut: plain `sent`, row by row on prepared statements (there is no round trip to save).
-fn settle_sent(tx: &mut SqliteTx, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+fn settle_sent(
+    tx: &mut SqliteTx,
+    rules: &LaneRules,
+    lane: &str,
+    owner: &str,
+    entries: &[Settlement],
+) -> Result<Vec<Settled>> {
     let moved = settle::MOVED;
     let now = tx.now_moment().micros();
     let keep = !rules.retention.is_zero();
@@ -478,13 +509,16 @@ fn settle_sent(tx: &mut SqliteTx, rules: &LaneRules, lane: &str, owner: &str, en
     );
     let run = || -> rusqlite::Result<Vec<Settled>> {
         let mut insert = tx.connection.prepare_cached(&insert)?;
-        let mut delete = tx.connection.prepare_cached("DELETE FROM outbox WHERE id = ?1 AND lease_token = ?2 AND locked_by = ?3 AND lane = ?4")?;
+        let mut delete = tx
+            .connection
+            .prepare_cached("DELETE FROM outbox WHERE id = ?1 AND lease_token = ?2 AND locked_by = ?3 AND lane = ?4")?;
         let mut answers = Vec::with_capacity(entries.len());
         for entry in entries {
             let Verdict::Sent { result_ref, .. } = &entry.verdict else { continue };
             let Lease { id, token } = entry.lease;
             let reference = result_ref.as_deref().map(crate::message::cut_error);
-            let moved = if keep { insert.execute(rusqlite::params![id, token, owner, lane, now, reference]) } else { Ok(1) };
+            let moved =
+                if keep { insert.execute(rusqlite::params![id, token, owner, lane, now, reference]) } else { Ok(1) };
             let won = match moved {
                 // Only this statement is undone: a row in the way of one message must not cost the others their commit.
                 Err(error) if error.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation) => {
@@ -495,6 +529,9 @@ fn settle_sent(tx: &mut SqliteTx, rules: &LaneRules, lane: &str, owner: &str, en
                 moved => moved? == 1,
             };
             let won = won && delete.execute(rusqlite::params![id, token, owner, lane])? == 1;
+            if won && !keep {
+                tx.connection.prepare_cached("DELETE FROM outbox_attempts WHERE outbox_id = ?1")?.execute([id])?;
+            }
             answers.push(if won { Settled::Applied } else { Settled::LeaseLost });
         }
         Ok(answers)
@@ -562,9 +599,16 @@ impl Store for SqliteStore {
         self.ask(Mode::Write, move |tx| ready_now(cold::defer(tx, &owner, &leases, delay, code.as_deref()))).await
     }
 
-    async fn transact(&self, mode: Mode, mut work: Work) -> Result<()> {
-        let runtime = tokio::runtime::Handle::current();
-        self.ask(mode, move |tx| runtime.block_on(work(tx))).await
+    async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
+        let work = Arc::new(std::sync::Mutex::new(work));
+        super::rerun(|| {
+            let (work, runtime) = (work.clone(), tokio::runtime::Handle::current());
+            self.ask(mode, move |tx| {
+                let mut work = work.lock().unwrap_or_else(|e| e.into_inner());
+                runtime.block_on(work(tx))
+            })
+        })
+        .await
     }
 
     fn advance_clock(&self, by: Duration) {
@@ -578,7 +622,13 @@ impl super::Shortcut for SqliteStore {
         self
     }
 
-    async fn settle_sent(&self, rules: &LaneRules, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>> {
+    async fn settle_sent(
+        &self,
+        rules: &LaneRules,
+        lane: &str,
+        owner: &str,
+        entries: &[Settlement],
+    ) -> Result<Vec<Settled>> {
         let (rules, lane, owner, entries) = (rules.clone(), lane.to_owned(), owner.to_owned(), entries.to_vec());
         self.ask_for(Mode::Write, true, move |tx| settle_sent(tx, &rules, &lane, &owner, &entries)).await
     }

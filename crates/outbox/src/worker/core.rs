@@ -84,27 +84,79 @@ pub type Op = u64;
 /// Something to be done.
 #[derive(Debug)]
 pub enum Command {
-    Claim { op: Op, claim: Claim },
-    Walk { op: Op, lane: usize, shard: u32, after: Option<Mark>, limit: u32 },
-    Dedup { op: Op, lane: usize, probes: Vec<(Option<String>, Sha)> },
-    Settle { op: Op, lane: usize, entries: Vec<Settlement> },
-    Defer { op: Op, leases: Vec<Lease>, delay: Duration, code: Option<String> },
-    Renew { op: Op, leases: Vec<Lease>, lease: Duration },
-    Deliver { lane: usize, message: Box<Message> },
+    Claim {
+        op: Op,
+        claim: Claim,
+    },
+    Walk {
+        op: Op,
+        lane: usize,
+        shard: u32,
+        after: Option<Mark>,
+        limit: u32,
+    },
+    Dedup {
+        op: Op,
+        lane: usize,
+        probes: Vec<(Option<String>, Sha)>,
+    },
+    Settle {
+        op: Op,
+        lane: usize,
+        entries: Vec<Settlement>,
+    },
+    Defer {
+        op: Op,
+        leases: Vec<Lease>,
+        delay: Duration,
+        code: Option<String>,
+    },
+    Renew {
+        op: Op,
+        leases: Vec<Lease>,
+        lease: Duration,
+    },
+    Deliver {
+        lane: usize,
+        message: Box<Message>,
+    },
     /// Stop the delivery under way; no outcome is expected any more.
-    Abort { id: i64 },
+    Abort {
+        id: i64,
+    },
 }
 
 /// Something that came about.
 #[derive(Debug)]
 pub enum Event {
-    Claimed { op: Op, result: Result<Claimed, Error> },
-    Walked { op: Op, result: Result<Walked, Error> },
-    Deduped { op: Op, result: Result<Vec<Option<Option<String>>>, Error> },
-    Settled { op: Op, result: Result<Vec<Settled>, Error> },
-    Deferred { op: Op, result: Result<Vec<bool>, Error> },
-    Renewed { op: Op, result: Result<Vec<bool>, Error> },
-    Delivered { id: i64, outcome: Outcome },
+    Claimed {
+        op: Op,
+        result: Result<Claimed, Error>,
+    },
+    Walked {
+        op: Op,
+        result: Result<Walked, Error>,
+    },
+    Deduped {
+        op: Op,
+        result: Result<Vec<Option<Option<String>>>, Error>,
+    },
+    Settled {
+        op: Op,
+        result: Result<Vec<Settled>, Error>,
+    },
+    Deferred {
+        op: Op,
+        result: Result<Vec<bool>, Error>,
+    },
+    Renewed {
+        op: Op,
+        result: Result<Vec<bool>, Error>,
+    },
+    Delivered {
+        id: i64,
+        outcome: Outcome,
+    },
     /// There may be new work.
     Wake,
     /// Finish or give back, then end.
@@ -128,7 +180,9 @@ pub struct Tally {
 #[derive(Debug, PartialEq, Eq)]
 enum State {
     /// Claimed, not begun. On lanes with dedup it must be checked first.
-    Ready { checked: bool },
+    Ready {
+        checked: bool,
+    },
     Running,
     /// Its outcome is known and waits to be settled, or is being settled.
     Settling,
@@ -194,7 +248,8 @@ impl Trouble {
     fn again(&mut self, now: Tick, chance: f64) {
         let ceiling = 100_u64 << self.failures.min(6);
         self.failures += 1;
-        self.until = now.plus(Duration::from_millis((ceiling as f64 * (0.5 + 0.5 * chance)) as u64).min(Duration::from_secs(5)));
+        self.until =
+            now.plus(Duration::from_millis((ceiling as f64 * (0.5 + 0.5 * chance)) as u64).min(Duration::from_secs(5)));
     }
 
     fn over(&mut self) {
@@ -249,7 +304,7 @@ enum Phase {
 }
 
 enum Pending {
-    Claim { lane: usize, shard: usize, issued: Tick, limit: u32, from_mark: bool },
+    Claim { lane: usize, shard: usize, issued: Tick, from_mark: bool },
     Walk { lane: usize, shard: usize },
     Dedup { lane: usize, ids: Vec<i64> },
     Settle { lane: usize, entries: Vec<Settlement> },
@@ -449,7 +504,9 @@ impl Core {
         let poll_due = now >= lane.next_poll;
         let shards = lane.shards.len();
         let wants = |s: &Shard| s.hungry || s.adopt || poll_due || !s.found.is_empty();
-        let Some(turn) = (0..shards).map(|n| (lane.turn + n) % shards).find(|&n| wants(&lane.shards[n])) else { return };
+        let Some(turn) = (0..shards).map(|n| (lane.turn + n) % shards).find(|&n| wants(&lane.shards[n])) else {
+            return;
+        };
         let chance = self.rng.f64();
         let mut known: Vec<i64> = if lane.shards[turn].adopt { self.held.keys().copied().collect() } else { vec![] };
         known.sort_unstable(); // the same seed gives the same trace
@@ -486,19 +543,25 @@ impl Core {
             from,
         };
         let from_mark = !matches!(claim.from, From::Ids(_));
-        let op = self.op(Pending::Claim { lane: index, shard, issued: now, limit, from_mark });
+        let op = self.op(Pending::Claim { lane: index, shard, issued: now, from_mark });
         self.commands.push(Command::Claim { op, claim });
     }
 
     fn claimed(&mut self, op: Op, result: Result<Claimed, Error>, now: Tick) {
-        let Some(Pending::Claim { lane: index, shard, issued, limit, from_mark }) = self.pending.remove(&op) else { return };
+        let Some(Pending::Claim { lane: index, shard, issued, from_mark }) = self.pending.remove(&op) else { return };
         let chance = self.rng.f64();
         let lane = &mut self.lanes[index];
         lane.claiming = None;
         let claimed = match result {
             Ok(claimed) => claimed,
             Err(error) => {
-                lane.shards[shard].adopt |= error.effect == Effect::Unknown;
+                if error.effect == Effect::Unknown {
+                    lane.shards[shard].adopt = true;
+                    // Rows claimed by id lie behind the mark: look from the head.
+                    if !from_mark {
+                        lane.shards[shard].mark = None;
+                    }
+                }
                 lane.shards[shard].hungry = true;
                 lane.claim_trouble.again(now, chance);
                 if let Apart::Serving { .. } = self.apart {
@@ -513,14 +576,14 @@ impl Core {
         if from_mark {
             place.adopt = false;
             let lag = Mark { due_at: claimed.now.minus(MARK_LAG), id: 0 };
-            let full = claimed.messages.len() as u32 >= limit;
             let reached = match claimed.messages.last() {
-                Some(last) if full => Mark { due_at: last.due_at, id: last.id + 1 }.min(lag),
-                _ => lag,
+                _ if claimed.exhausted => Some(lag),
+                Some(last) => Some(Mark { due_at: last.due_at, id: last.id + 1 }.min(lag)),
+                None => place.mark,
             };
-            place.mark = Some(place.mark.map_or(reached, |mark| mark.max(reached)));
-            place.hungry |= full;
-            place.dry = claimed.messages.is_empty();
+            place.mark = place.mark.max(reached);
+            place.hungry |= !claimed.exhausted;
+            place.dry = claimed.messages.is_empty() && claimed.exhausted;
             if place.dry && self.once && !place.walk.clean {
                 place.walk.next_at = now;
             }
@@ -1052,7 +1115,9 @@ impl Lane {
         };
         *counter += 1;
         match (&entry.verdict, outcome) {
-            (_, FlushCode::Conflict) => tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), "the lease was lost"),
+            (_, FlushCode::Conflict) => {
+                tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), "the lease was lost")
+            }
             (Verdict::Retry { code, delay, .. }, _) => {
                 tracing::info!(outbox_id = id, lane, outcome = outcome.as_str(), reason_code = %code, delay_sec = delay.as_secs_f64(), "will be tried again");
             }

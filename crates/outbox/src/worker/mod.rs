@@ -95,7 +95,10 @@ impl Worker {
             let rules = self.outbox.lanes().get(&lane.lane)?;
             lane.dedup = rules.dedup;
             if let Some(wrong) = lane.shards.iter().find(|s| **s >= rules.shards) {
-                return Err(Error::invalid(format!("lane `{}` has {} shards; there is no shard {wrong}", lane.lane, rules.shards)));
+                return Err(Error::invalid(format!(
+                    "lane `{}` has {} shards; there is no shard {wrong}",
+                    lane.lane, rules.shards
+                )));
             }
         }
         let settings = Settings {
@@ -121,6 +124,8 @@ async fn sweep(outbox: Outbox) {
         let lanes: Vec<(String, Duration)> =
             outbox.lanes().iter().map(|(lane, rules)| (lane.to_owned(), rules.retention)).collect();
         for (lane, retention) in lanes {
+            // Zero keeps no sent rows at all, and the dead until somebody purges them; expired keys go in any case.
+            let retention = if retention.is_zero() { Duration::from_secs(3650 * 24 * 3600) } else { retention };
             let prune = Prune { lane: Some(lane), older_than: retention, limit: 1000, dry_run: false };
             loop {
                 match outbox.prune(prune.clone()).await {
@@ -150,7 +155,15 @@ impl Driver {
     fn new(outbox: Outbox, settings: Settings, couriers: Vec<Arc<dyn Courier>>) -> Self {
         let (sender, events) = unbounded_channel();
         let store = outbox.store().clone();
-        Driver { core: Core::new(settings, Tick::now()), outbox, store, couriers, sender, events, running: HashMap::new() }
+        Driver {
+            core: Core::new(settings, Tick::now()),
+            outbox,
+            store,
+            couriers,
+            sender,
+            events,
+            running: HashMap::new(),
+        }
     }
 
     async fn run(mut self, shutdown: impl Future<Output = ()>) -> Report {

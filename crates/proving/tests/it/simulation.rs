@@ -32,8 +32,19 @@ fn no_seed_breaks_a_promise() {
     }
     println!("{} seeds, {events} events, {requests} requests; reached: {marks:?}", seeds().count());
     let wanted = [
-        "adopted", "answer lost, applied", "answer lost, not applied", "buried", "crashed", "dedup hit",
-        "delivered, answer lost", "froze", "lease lost", "renewed", "settled again after a lost answer", "stalled past a lease", "taken over",
+        "adopted",
+        "answer lost, applied",
+        "answer lost, not applied",
+        "buried",
+        "crashed",
+        "dedup hit",
+        "delivered, answer lost",
+        "froze",
+        "lease lost",
+        "renewed",
+        "settled again after a lost answer",
+        "stalled past a lease",
+        "taken over",
     ];
     if seeds().count() >= 200 {
         for mark in wanted {

@@ -90,7 +90,11 @@ fn killed_paused_and_restarted(database: Database) {
         if requests.len() > 1 {
             duplicates += 1;
             let lost = takeovers(&runtime, &home, *id);
-            assert!(lost + 1 >= requests.len(), "message {id} was sent {} times, but its lease was lost only {lost} times", requests.len());
+            assert!(
+                lost + 1 >= requests.len(),
+                "message {id} was sent {} times, but its lease was lost only {lost} times",
+                requests.len()
+            );
         }
     }
     println!("{duplicates} messages were sent more than once, each after a lost lease");
@@ -134,8 +138,9 @@ fn poison_is_buried_alone(database: Database) {
     let receiver = receiver.unwrap();
     let home = Home::on(database);
     prepare(&home, &receiver, "concurrency = 32\nbatch = 64\nlock_lease_sec = 1\n");
-    let lines: String =
-        (0..60).map(|n| if n == 30 { "{\"payload\":\"poison\"}\n".to_owned() } else { format!("{{\"payload\":{n}}}\n") }).collect();
+    let lines: String = (0..60)
+        .map(|n| if n == 30 { "{\"payload\":\"poison\"}\n".to_owned() } else { format!("{{\"payload\":{n}}}\n") })
+        .collect();
     home.write("messages.ndjson", &lines).run(&["enqueue", "fleet", "--ndjson", "messages.ndjson"]).done();
 
     let mut worker = home.start(&["worker", "--lane", "fleet"]);
