@@ -1,6 +1,7 @@
 //! SQLite: the process is the database. One writer thread per process takes several requests into one commit; readers
 //! have a connection of their own. Several processes may share a file.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -491,7 +492,8 @@ fn walk(tx: &mut SqliteTx, lane: &str, shard: u32, after: Option<Mark>, limit: u
     Ok(Walked { seen, now })
 }
 
-/// The short cut: plain `sent`, row by row on prepared statements (there is no round trip to save).
+/// The short cut: plain `sent`, many rows a statement. If one of them is refused, that statement is undone and all are
+/// tried one by one: a row in the way of one message must not cost the others their commit.
 fn settle_sent(
     tx: &mut SqliteTx,
     rules: &LaneRules,
@@ -499,44 +501,70 @@ fn settle_sent(
     owner: &str,
     entries: &[Settlement],
 ) -> Result<Vec<Settled>> {
-    let moved = settle::MOVED;
-    let now = tx.now_moment().micros();
-    let keep = !rules.retention.is_zero();
-    let insert = format!(
-        "INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, updated_at, finished_at, status, result_ref)
-         SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, ?5, ?5, 'sent', ?6
-         FROM outbox WHERE id = ?1 AND lease_token = ?2 AND locked_by = ?3 AND lane = ?4"
-    );
-    let run = || -> rusqlite::Result<Vec<Settled>> {
-        let mut insert = tx.connection.prepare_cached(&insert)?;
-        let mut delete = tx
-            .connection
-            .prepare_cached("DELETE FROM outbox WHERE id = ?1 AND lease_token = ?2 AND locked_by = ?3 AND lane = ?4")?;
-        let mut answers = Vec::with_capacity(entries.len());
-        for entry in entries {
-            let Verdict::Sent { result_ref, .. } = &entry.verdict else { continue };
-            let Lease { id, token } = entry.lease;
-            let reference = result_ref.as_deref().map(crate::message::cut_error);
-            let moved =
-                if keep { insert.execute(rusqlite::params![id, token, owner, lane, now, reference]) } else { Ok(1) };
-            let won = match moved {
-                // Only this statement is undone: a row in the way of one message must not cost the others their commit.
-                Err(error) if error.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation) => {
-                    tracing::error!(%error, lane, outbox_id = id, "a message could not be settled");
-                    answers.push(Settled::Refused);
-                    continue;
-                }
-                moved => moved? == 1,
-            };
-            let won = won && delete.execute(rusqlite::params![id, token, owner, lane])? == 1;
-            if won && !keep {
-                tx.connection.prepare_cached("DELETE FROM outbox_attempts WHERE outbox_id = ?1")?.execute([id])?;
+    let together = |part: &[Settlement]| move_sent(tx, rules, lane, owner, part);
+    let refused = |e: &rusqlite::Error| e.sqlite_error_code() == Some(rusqlite::ErrorCode::ConstraintViolation);
+    match together(entries) {
+        Err(error) if refused(&error) => {}
+        answers => return answers.map_err(|e| classify(&e)),
+    }
+    let mut answers = Vec::with_capacity(entries.len());
+    for entry in entries {
+        answers.push(match together(std::slice::from_ref(entry)) {
+            Err(error) if refused(&error) => {
+                tracing::error!(%error, lane, outbox_id = entry.lease.id, "a message could not be settled");
+                Settled::Refused
             }
-            answers.push(if won { Settled::Applied } else { Settled::LeaseLost });
-        }
-        Ok(answers)
-    };
-    run().map_err(|e| classify(&e))
+            answer => answer.map_err(|e| classify(&e))?.first().copied().unwrap_or(Settled::LeaseLost),
+        });
+    }
+    Ok(answers)
+}
+
+fn move_sent(
+    tx: &SqliteTx,
+    rules: &LaneRules,
+    lane: &str,
+    owner: &str,
+    entries: &[Settlement],
+) -> rusqlite::Result<Vec<Settled>> {
+    let ids = |ids: &[i64]| serde_json::json!(ids).to_string();
+    let asked: Vec<i64> = entries.iter().map(|e| e.lease.id).collect();
+    let mut lock = tx.connection.prepare_cached(
+        "SELECT id, lease_token FROM outbox WHERE id IN (SELECT value FROM json_each(?1)) AND locked_by = ?2 AND lane = ?3",
+    )?;
+    let held: HashMap<i64, i64> =
+        lock.query_map((ids(&asked), owner, lane), |row| Ok((row.get(0)?, row.get(1)?)))?.collect::<Result<_, _>>()?;
+    let won = |entry: &Settlement| held.get(&entry.lease.id) == Some(&entry.lease.token);
+    let winners: Vec<i64> = entries.iter().filter(|e| won(e)).map(|e| e.lease.id).collect();
+    let all = ids(&winners);
+    if rules.retention.is_zero() {
+        // A lane that keeps nothing of what was sent keeps no history of it either.
+        let sql = "DELETE FROM outbox_attempts WHERE outbox_id IN (SELECT value FROM json_each(?1))";
+        tx.connection.prepare_cached(sql)?.execute([&all])?;
+    } else {
+        let references: serde_json::Map<String, serde_json::Value> = entries
+            .iter()
+            .filter_map(|e| match &e.verdict {
+                Verdict::Sent { result_ref: Some(reference), .. } => {
+                    Some((e.lease.id.to_string(), crate::message::cut_error(reference).into()))
+                }
+                _ => None,
+            })
+            .collect();
+        // Looked up by name only where there are any: most couriers have none.
+        let reference = if references.is_empty() { "nullif(?3, ?3)" } else { "json_extract(?3, '$.\"' || id || '\"')" };
+        let moved = settle::MOVED;
+        let sql = format!(
+            "INSERT INTO outbox_done ({moved}, attempts, last_error_code, last_error, maybe_sent, crashes, updated_at, finished_at, status, result_ref)
+             SELECT {moved}, attempts, last_error_code, last_error, maybe_sent, crashes, ?2, ?2, 'sent', {reference}
+             FROM outbox WHERE id IN (SELECT value FROM json_each(?1))"
+        );
+        let references = serde_json::Value::Object(references).to_string();
+        let now = tx.now_moment().micros();
+        tx.connection.prepare_cached(&sql)?.execute((&all, now, references))?;
+    }
+    tx.connection.prepare_cached("DELETE FROM outbox WHERE id IN (SELECT value FROM json_each(?1))")?.execute([&all])?;
+    Ok(entries.iter().map(|e| if won(e) { Settled::Applied } else { Settled::LeaseLost }).collect())
 }
 
 #[async_trait]

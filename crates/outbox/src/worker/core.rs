@@ -22,6 +22,8 @@ const WALK_STEP: u32 = 1000;
 const WALK_PER_SECOND: u64 = 20_000;
 /// Outcomes wait this long for company before they are settled.
 const SETTLE_WAIT: Duration = Duration::from_millis(3);
+/// Claims under way at once, per lane; the second only while there is more than one brings.
+const CLAIMS: usize = 2;
 /// Settles under way at once, per lane.
 const SETTLES: usize = 2;
 /// A suspect that waited this long is served even if there is other work.
@@ -223,6 +225,8 @@ struct Shard {
     adopt: bool,
     /// Claim without waiting for the poll.
     hungry: bool,
+    /// The last claim came back full: there is more.
+    deep: bool,
     /// The last claim found nothing at all.
     dry: bool,
     walk: Walk,
@@ -263,7 +267,9 @@ struct Lane {
     shards: Vec<Shard>,
     turn: usize,
     next_poll: Tick,
-    claiming: Option<usize>,
+    /// Claims under way, and how many rows they may bring.
+    claims: usize,
+    coming: usize,
     claim_trouble: Trouble,
     ready: VecDeque<Box<Message>>,
     running: usize,
@@ -304,7 +310,7 @@ enum Phase {
 }
 
 enum Pending {
-    Claim { lane: usize, shard: usize, issued: Tick, from_mark: bool },
+    Claim { lane: usize, shard: usize, issued: Tick, limit: u32, from_mark: bool },
     Walk { lane: usize, shard: usize },
     Dedup { lane: usize, ids: Vec<i64> },
     Settle { lane: usize, entries: Vec<Settlement> },
@@ -335,7 +341,8 @@ impl Core {
             settings,
             turn: 0,
             next_poll: now,
-            claiming: None,
+            claims: 0,
+            coming: 0,
             claim_trouble: Trouble::default(),
             ready: VecDeque::new(),
             running: 0,
@@ -481,7 +488,7 @@ impl Core {
         if lane.verdicts.len() + lane.settling * s.batch > 3 * s.batch.max(s.concurrency) {
             return 0;
         }
-        (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len()).min(s.batch)
+        (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len() + lane.coming).min(s.batch)
     }
 
     fn may_claim(&self, lane: &Lane) -> bool {
@@ -490,22 +497,26 @@ impl Core {
         let enough = lane.settings.prefetch().div_ceil(2).min(lane.settings.batch);
         self.phase == Phase::Running
             && self.apart == Apart::No
-            && lane.claiming.is_none()
+            && lane.claims < if lane.shards.iter().any(|s| s.adopt) { 1 } else { CLAIMS }
             && capacity > 0
-            && (capacity >= enough || lane.running == 0)
+            && (capacity >= enough || lane.running + lane.claims == 0)
     }
 
     fn claim(&mut self, index: usize, now: Tick) {
+        while self.claim_once(index, now) {}
+    }
+
+    fn claim_once(&mut self, index: usize, now: Tick) -> bool {
         let lane = &self.lanes[index];
         if !self.may_claim(lane) || now < lane.claim_trouble.until {
-            return;
+            return false;
         }
         let capacity = self.capacity(lane);
         let poll_due = now >= lane.next_poll;
         let shards = lane.shards.len();
         let wants = |s: &Shard| s.hungry || s.adopt || poll_due || !s.found.is_empty();
         let Some(turn) = (0..shards).map(|n| (lane.turn + n) % shards).find(|&n| wants(&lane.shards[n])) else {
-            return;
+            return false;
         };
         let chance = self.rng.f64();
         let mut known: Vec<i64> = if lane.shards[turn].adopt { self.held.keys().copied().collect() } else { vec![] };
@@ -518,7 +529,8 @@ impl Core {
         }
         lane.turn = turn + 1;
         let shard = &mut lane.shards[turn];
-        shard.hungry = false;
+        // Where the last claim came back full, the next one goes out before this one's answer.
+        shard.hungry = shard.deep && !shard.adopt && lane.claims == 0;
         let from = if shard.adopt {
             From::Adopt { mark: shard.mark, known }
         } else if !shard.found.is_empty() {
@@ -528,11 +540,13 @@ impl Core {
             From::Mark(shard.mark)
         };
         self.send_claim(index, turn, from, capacity as u32, now);
+        true
     }
 
     fn send_claim(&mut self, index: usize, shard: usize, from: From, limit: u32, now: Tick) {
         let lane = &mut self.lanes[index];
-        lane.claiming = Some(shard);
+        lane.claims += 1;
+        lane.coming += limit as usize;
         let claim = Claim {
             lane: lane.settings.lane.clone(),
             shard: lane.shards[shard].id,
@@ -543,15 +557,16 @@ impl Core {
             from,
         };
         let from_mark = !matches!(claim.from, From::Ids(_));
-        let op = self.op(Pending::Claim { lane: index, shard, issued: now, from_mark });
+        let op = self.op(Pending::Claim { lane: index, shard, issued: now, limit, from_mark });
         self.commands.push(Command::Claim { op, claim });
     }
 
     fn claimed(&mut self, op: Op, result: Result<Claimed, Error>, now: Tick) {
-        let Some(Pending::Claim { lane: index, shard, issued, from_mark }) = self.pending.remove(&op) else { return };
+        let Some(Pending::Claim { lane: index, shard, issued, limit, from_mark }) = self.pending.remove(&op) else { return };
         let chance = self.rng.f64();
         let lane = &mut self.lanes[index];
-        lane.claiming = None;
+        lane.claims -= 1;
+        lane.coming -= limit as usize;
         let claimed = match result {
             Ok(claimed) => claimed,
             Err(error) => {
@@ -582,7 +597,8 @@ impl Core {
                 None => place.mark,
             };
             place.mark = place.mark.max(reached);
-            place.hungry |= !claimed.exhausted;
+            place.deep = !claimed.exhausted;
+            place.hungry |= place.deep;
             place.dry = claimed.messages.is_empty() && claimed.exhausted;
             if place.dry && self.once && !place.walk.clean {
                 place.walk.next_at = now;
@@ -607,8 +623,10 @@ impl Core {
         }
         // Our own row, in flight: it takes the new token and goes on.
         if let Some(held) = self.held.get_mut(&message.id) {
-            held.token = message.lease_token;
-            held.until = until;
+            if message.lease_token > held.token {
+                held.token = message.lease_token;
+                held.until = until;
+            }
             return;
         }
         self.suspects.remove(&message.id);
@@ -709,7 +727,7 @@ impl Core {
         if self.phase != Phase::Running {
             return;
         }
-        let idle = self.held.is_empty() && self.lanes.iter().all(|lane| lane.claiming.is_none());
+        let idle = self.held.is_empty() && self.lanes.iter().all(|lane| lane.claims == 0);
         match self.apart {
             Apart::No => {
                 let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };

@@ -34,7 +34,7 @@ impl Courier for Counter {
 pub async fn drain_with_worker(outbox: Outbox, messages: usize, batch: usize) -> Result<()> {
     let all = Arc::new(Notify::new());
     let counter = Counter { left: AtomicUsize::new(messages), all: all.clone() };
-    let settings = LaneSettings { concurrency: batch, batch, ..LaneSettings::new(LANE) };
+    let settings = LaneSettings { concurrency: 2 * batch, batch, ..LaneSettings::new(LANE) };
     let report =
         Worker::new(outbox).lane_with(settings, Arc::new(counter)).run(async move { all.notified().await }).await?;
     let sent = report.first().map_or(0, |(_, tally)| tally.sent as usize);
