@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
-use crate::message::{Enqueued, Entry, NewMessage, Sha, sha256};
+use crate::message::{Enqueued, Entry, NewMessage, Sha, hex, sha256};
 use crate::time::micros_of;
 use crate::tx::{Dialect, Row, Tx, Value};
 
@@ -297,30 +297,82 @@ async fn restore_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>, row: &Row) ->
     Ok(())
 }
 
-/// A column of a new row: its name, its type in PostgreSQL, its value.
+/// A column of a new row: its name, its type in PostgreSQL, its value, and two questions that are asked of every row and
+/// must not cost a copy.
 struct Column {
     name: &'static str,
     pg_type: &'static str,
     value: fn(&Prepared<'_>) -> Value,
+    present: fn(&NewMessage) -> bool,
+    same: fn(&NewMessage, &NewMessage) -> bool,
+}
+
+macro_rules! optional {
+    ($name:literal, $pg_type:literal, $field:ident) => {
+        Column {
+            name: $name,
+            pg_type: $pg_type,
+            value: |p| p.message.$field.clone().into(),
+            present: |m| m.$field.is_some(),
+            same: |a, b| a.$field == b.$field,
+        }
+    };
 }
 
 /// All of a new row but id and times.
 const COLUMNS: [Column; 10] = [
-    Column { name: "lane", pg_type: "text", value: |p| p.message.lane.as_str().into() },
-    Column { name: "shard_id", pg_type: "bigint", value: |p| p.shard.into() },
-    Column { name: "target", pg_type: "text", value: |p| p.message.target.clone().into() },
-    Column { name: "active_key", pg_type: "text", value: |p| p.message.active_key.clone().into() },
-    Column { name: "payload", pg_type: "bytea", value: |p| p.message.payload.clone().into() },
-    Column { name: "content_type", pg_type: "text", value: |p| p.message.content_type.clone().into() },
-    Column { name: "headers", pg_type: "text", value: |p| p.message.headers_json().into() },
-    Column { name: "payload_sha", pg_type: "bytea", value: |p| p.sha.as_slice().into() },
-    Column { name: "correlation_id", pg_type: "text", value: |p| p.message.correlation_id.clone().into() },
-    Column { name: "deliver_before", pg_type: "timestamptz", value: |p| p.message.deliver_before.into() },
+    Column {
+        name: "lane",
+        pg_type: "text",
+        value: |p| p.message.lane.as_str().into(),
+        present: |_| true,
+        same: |a, b| a.lane == b.lane,
+    },
+    // Of one lane, the shards differ only if what they are computed from differs.
+    Column {
+        name: "shard_id",
+        pg_type: "bigint",
+        value: |p| p.shard.into(),
+        present: |_| true,
+        same: |a, b| a.lane == b.lane && a.key == b.key && a.active_key == b.active_key && a.target == b.target,
+    },
+    optional!("target", "text", target),
+    optional!("active_key", "text", active_key),
+    Column {
+        name: "payload",
+        pg_type: "bytea",
+        value: |p| p.message.payload.clone().into(),
+        present: |_| true,
+        same: |_, _| false,
+    },
+    optional!("content_type", "text", content_type),
+    Column {
+        name: "headers",
+        pg_type: "text",
+        value: |p| p.message.headers_json().into(),
+        present: |m| !m.headers.is_empty(),
+        same: |a, b| a.headers == b.headers,
+    },
+    Column {
+        name: "payload_sha",
+        pg_type: "bytea",
+        value: |p| p.sha.as_slice().into(),
+        present: |_| true,
+        same: |_, _| false,
+    },
+    optional!("correlation_id", "text", correlation_id),
+    optional!("deliver_before", "timestamptz", deliver_before),
 ];
 
 /// The columns these rows have something in; the others stay NULL by themselves.
 fn used_columns(rows: &[&Prepared<'_>]) -> Vec<&'static Column> {
-    COLUMNS.iter().filter(|column| rows.iter().any(|p| (column.value)(p) != Value::Null)).collect()
+    COLUMNS.iter().filter(|column| rows.iter().any(|p| (column.present)(p.message))).collect()
+}
+
+impl Column {
+    fn uniform(&self, rows: &[&Prepared<'_>]) -> bool {
+        rows.iter().all(|p| (self.same)(rows[0].message, p.message))
+    }
 }
 
 /// `INSERT … (columns, created_at, updated_at, due_at) VALUES (…), (…)` without what follows, and its values.
@@ -417,8 +469,7 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
             Ok(new)
         }
         Dialect::Mysql => {
-            let mut params = Vec::with_capacity(rows.len() * 11);
-            let sql = insert_values(tx, "INSERT", rows, &mut params);
+            let (sql, params) = insert_rows_mysql(tx, rows);
             let inserted = tx.execute(&sql, &params).await?;
             // The number of rows is known in advance, so InnoDB hands out consecutive ids in every lock mode.
             let (first, step) = last_insert_id(tx).await?;
@@ -426,6 +477,34 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
         }
         Dialect::Postgres => insert_rows_postgres(tx, rows, ids).await,
     }
+}
+
+/// One statement with all rows; what is the same in every row stands in its text, so that only the rest is bound.
+fn insert_rows_mysql<T: Tx + ?Sized>(tx: &T, rows: &[&Prepared<'_>]) -> (String, Vec<Value>) {
+    let (columns, now) = (used_columns(rows), tx.now().plus(0, &mut Vec::new()));
+    let names: Vec<&str> = columns.iter().map(|column| column.name).collect();
+    let mut bound: Vec<fn(&Prepared<'_>) -> Value> = Vec::new();
+    let mut row = String::from("(");
+    for column in columns {
+        let first = (column.value)(rows[0]);
+        let literal = match &first {
+            Value::Int(number) => Some(number.to_string()),
+            Value::Text(text) => Some(format!("X'{}'", hex(text.as_bytes()))),
+            _ => None,
+        };
+        match literal.filter(|_| column.uniform(rows)) {
+            Some(literal) => row.push_str(&format!("{literal}, ")),
+            None => {
+                row.push_str("?, ");
+                bound.push(column.value);
+            }
+        }
+    }
+    bound.push(|p| micros_of(p.message.delay).into());
+    row.push_str(&format!("{now}, {now}, {now} + INTERVAL ? MICROSECOND)"));
+    let params = rows.iter().flat_map(|p| bound.iter().map(move |value| value(p))).collect();
+    let values = vec![row.as_str(); rows.len()].join(", ");
+    (format!("INSERT INTO outbox ({}, created_at, updated_at, due_at) VALUES {values}", names.join(", ")), params)
 }
 
 /// One statement over arrays; a column that is the same in every row is bound once.
@@ -437,9 +516,8 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>]
     // The sequence is read row by row in the order of the arrays, so sorted ids are in that order.
     chosen.push(if ids.is_empty() { "nextval('outbox_id_seq')".to_owned() } else { "given".to_owned() });
     for column in columns {
-        let first = (column.value)(rows[0]);
-        let uniform = column.name != "payload" && rows.iter().all(|p| (column.value)(p) == first);
-        params.push(if uniform { first } else { array(rows, column) });
+        let uniform = column.uniform(rows);
+        params.push(if uniform { (column.value)(rows[0]) } else { array(rows, column) });
         names.push(column.name);
         if uniform {
             chosen.push(format!("${}::{}", params.len(), column.pg_type));

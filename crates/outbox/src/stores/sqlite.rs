@@ -563,7 +563,9 @@ fn move_sent(
         let now = tx.now_moment().micros();
         tx.connection.prepare_cached(&sql)?.execute((&all, now, references))?;
     }
-    tx.connection.prepare_cached("DELETE FROM outbox WHERE id IN (SELECT value FROM json_each(?1))")?.execute([&all])?;
+    tx.connection
+        .prepare_cached("DELETE FROM outbox WHERE id IN (SELECT value FROM json_each(?1))")?
+        .execute([&all])?;
     Ok(entries.iter().map(|e| if won(e) { Settled::Applied } else { Settled::LeaseLost }).collect())
 }
 

@@ -1,4 +1,4 @@
-//! Batched enqueue on one connection, against the bare multi-row insert of the same columns.
+//! Batched enqueue on one connection, against the bare multi-row insert into a table of the same shape.
 
 use mysql_async::prelude::Queryable;
 use postrider::message::sha256;
@@ -14,6 +14,10 @@ const COLUMNS: &str = "lane, due_at, payload, content_type, payload_sha, created
 pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     let messages = bench.messages.unwrap_or(200_000);
     bare::copy_outbox(scratch).await?;
+    if scratch.dialect() == Dialect::Mysql {
+        // The other two index active keys only where there are any; here every row has an entry.
+        scratch.sql(&["ALTER TABLE bare ADD UNIQUE KEY bare_active_key (lane, active_key)"]).await?;
+    }
     let before = insert_bare(scratch, messages, bench.payload_bytes).await?;
     let outbox = scratch.outbox().await?;
     let ((), took) = timed(fill(&outbox, messages, bench.payload_bytes)).await?;

@@ -57,6 +57,18 @@ pub struct Bench {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub storm: usize,
 
+    /// Workers that share the drain, each with its own connections (drain only)
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub workers: usize,
+
+    /// Keep no sent messages: settle deletes instead of moving (drain only)
+    #[arg(long)]
+    pub delete: bool,
+
+    /// Fill factor of the live table (drain on PostgreSQL only)
+    #[arg(long, value_name = "PERCENT")]
+    pub fillfactor: Option<u8>,
+
     /// The worker process of `bench latency` on a server
     #[arg(long, hide = true)]
     pub latency_worker: bool,

@@ -120,7 +120,11 @@ impl Scratch {
 }
 
 pub async fn outbox(url: &str) -> Result<Outbox> {
-    let lanes = Lanes::new().with(LANE, LaneRules { max_payload_bytes: 16 << 20, ..LaneRules::default() });
+    outbox_with(url, LaneRules::default()).await
+}
+
+pub async fn outbox_with(url: &str, rules: LaneRules) -> Result<Outbox> {
+    let lanes = Lanes::new().with(LANE, LaneRules { max_payload_bytes: 16 << 20, ..rules });
     Ok(Outbox::new(stores::open(url, lanes, Options::default()).await?))
 }
 

@@ -1,0 +1,258 @@
+//! Claims from the mark, by id and by adoption, and the walk from the head that finds what lies behind the mark.
+
+use std::time::Duration;
+
+use super::*;
+
+impl Core {
+    /// How many more messages the lane may hold.
+    pub(super) fn capacity(&self, lane: &Lane) -> usize {
+        let s = &lane.settings;
+        // Outcomes the database is slow to take hold claims back.
+        if lane.verdicts.len() + lane.settling * s.batch > 3 * s.batch.max(s.concurrency) {
+            return 0;
+        }
+        (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len() + lane.coming).min(s.batch)
+    }
+
+    pub(super) fn may_claim(&self, lane: &Lane) -> bool {
+        let capacity = self.capacity(lane);
+        // One row at a time would cost a transaction each: wait until a fair part is free.
+        let enough = lane.settings.prefetch().div_ceil(2).min(lane.settings.batch);
+        self.phase == Phase::Running
+            && self.apart == Apart::No
+            && lane.claims < if lane.shards.iter().any(|s| s.adopt) { 1 } else { CLAIMS }
+            && capacity > 0
+            && (capacity >= enough || lane.running + lane.claims == 0)
+    }
+
+    pub(super) fn claim(&mut self, index: usize, now: Tick) {
+        while self.claim_once(index, now) {}
+    }
+
+    pub(super) fn claim_once(&mut self, index: usize, now: Tick) -> bool {
+        let lane = &self.lanes[index];
+        if !self.may_claim(lane) || now < lane.claim_trouble.until {
+            return false;
+        }
+        let capacity = self.capacity(lane);
+        let poll_due = now >= lane.next_poll;
+        let shards = lane.shards.len();
+        let wants = |s: &Shard| s.hungry || s.adopt || poll_due || !s.found.is_empty();
+        let Some(turn) = (0..shards).map(|n| (lane.turn + n) % shards).find(|&n| wants(&lane.shards[n])) else {
+            return false;
+        };
+        let chance = self.rng.f64();
+        let mut known: Vec<i64> = if lane.shards[turn].adopt { self.held.keys().copied().collect() } else { vec![] };
+        known.sort_unstable(); // the same seed gives the same trace
+        let lane = &mut self.lanes[index];
+        if poll_due {
+            // A poll looks at every shard once.
+            lane.shards.iter_mut().for_each(|s| s.hungry = true);
+            lane.next_poll = now.plus(lane.settings.poll.mul_f64(0.8 + 0.4 * chance));
+        }
+        lane.turn = turn + 1;
+        let shard = &mut lane.shards[turn];
+        // Where the last claim came back full, the next one goes out before this one's answer.
+        shard.hungry = shard.deep && !shard.adopt && lane.claims == 0;
+        let from = if shard.adopt {
+            From::Adopt { mark: shard.mark, known }
+        } else if !shard.found.is_empty() {
+            let n = shard.found.len().min(capacity);
+            From::Ids(shard.found.drain(..n).collect())
+        } else {
+            From::Mark(shard.mark)
+        };
+        self.send_claim(index, turn, from, capacity as u32, now);
+        true
+    }
+
+    pub(super) fn send_claim(&mut self, index: usize, shard: usize, from: From, limit: u32, now: Tick) {
+        let lane = &mut self.lanes[index];
+        lane.claims += 1;
+        lane.coming += limit as usize;
+        let claim = Claim {
+            lane: lane.settings.lane.clone(),
+            shard: lane.shards[shard].id,
+            limit,
+            lease: lane.settings.lease,
+            owner: self.owner.clone(),
+            max_crashes: lane.settings.budgets.max_crashes,
+            from,
+        };
+        let from = match &claim.from {
+            From::Mark(mark) | From::Adopt { mark, .. } => Start::Mark(*mark),
+            From::Ids(_) => Start::Ids,
+        };
+        let op = self.op(Pending::Claim { lane: index, shard, issued: now, limit, from });
+        self.commands.push(Command::Claim { op, claim });
+    }
+
+    pub(super) fn claimed(&mut self, op: Op, result: Result<Claimed, Error>, now: Tick) {
+        let Some(Pending::Claim { lane: index, shard, issued, limit, from }) = self.pending.remove(&op) else {
+            return;
+        };
+        let chance = self.rng.f64();
+        let lane = &mut self.lanes[index];
+        lane.claims -= 1;
+        lane.coming -= limit as usize;
+        let claimed = match result {
+            Ok(claimed) => claimed,
+            Err(error) => {
+                let place = &mut lane.shards[shard];
+                place.adopt |= error.effect == Effect::Unknown;
+                // The other claim under way may have passed over what this one had locked; and rows claimed by id lie
+                // behind the mark.
+                place.mark = match from {
+                    Start::Mark(mark) => place.mark.min(mark),
+                    Start::Ids => None,
+                };
+                place.hungry = true;
+                lane.claim_trouble.again(now, chance);
+                if let Apart::Serving { .. } = self.apart {
+                    self.apart = Apart::No;
+                }
+                tracing::warn!(%error, lane = lane.settings.lane, "a claim failed");
+                return;
+            }
+        };
+        lane.claim_trouble.over();
+        let place = &mut lane.shards[shard];
+        if let Start::Mark(_) = from {
+            place.adopt = false;
+            let lag = Mark { due_at: claimed.now.minus(MARK_LAG), id: 0 };
+            let reached = match claimed.messages.last() {
+                _ if claimed.exhausted => Some(lag),
+                Some(last) => Some(Mark { due_at: last.due_at, id: last.id + 1 }.min(lag)),
+                None => place.mark,
+            };
+            place.mark = place.mark.max(reached);
+            place.deep = !claimed.exhausted;
+            place.hungry |= place.deep;
+            place.dry = claimed.messages.is_empty() && claimed.exhausted;
+            if place.dry && self.once && !place.walk.clean {
+                place.walk.next_at = now;
+            }
+        }
+        place.walk.clean &= claimed.messages.is_empty();
+        lane.tally.claimed += claimed.messages.len() as u64;
+        if let Apart::Serving { claimed, .. } = &mut self.apart {
+            *claimed = true;
+        }
+        let until = issued.plus(lane.settings.lease);
+        lane.renew_at = lane.renew_at.min(issued.plus(lane.settings.lease / 3));
+        for message in claimed.messages {
+            self.take(index, message, until, claimed.now, now);
+        }
+    }
+
+    pub(super) fn take(
+        &mut self,
+        index: usize,
+        message: Message,
+        until: Tick,
+        db_now: crate::time::Timestamp,
+        now: Tick,
+    ) {
+        let lane = &mut self.lanes[index];
+        if message.taken_over_from.is_some() {
+            lane.tally.takeovers += 1;
+        }
+        // Our own row, in flight: it takes the new token and goes on.
+        if let Some(held) = self.held.get_mut(&message.id) {
+            if message.lease_token > held.token {
+                held.token = message.lease_token;
+                held.until = until;
+            }
+            return;
+        }
+        self.suspects.remove(&message.id);
+        let dedup = lane.settings.dedup;
+        let mut held = Held {
+            lane: index,
+            token: message.lease_token,
+            attempts: message.attempts,
+            until,
+            state: State::Ready { checked: !dedup },
+            target: message.target.clone(),
+            twin: dedup.then(|| (message.target.clone(), message.sha())),
+            first_twin: false,
+        };
+        if let Some(verdict) = decide::burial(&message, lane.settings.budgets.max_crashes, db_now) {
+            held.state = State::Settling;
+            lane.add_verdict(Settlement::new(message.lease(), verdict), now);
+        } else if matches!(self.phase, Phase::Draining { .. }) {
+            lane.give_back.push((message.lease(), Duration::ZERO, None));
+            held.state = State::Settling;
+        } else {
+            lane.ready.push_back(Box::new(message));
+            self.held.insert(lane.ready[lane.ready.len() - 1].id, held);
+            return;
+        }
+        self.held.insert(message.id, held);
+    }
+
+    pub(super) fn walk(&mut self, index: usize, now: Tick) {
+        let lane = &self.lanes[index];
+        if self.phase != Phase::Running || now < lane.claim_trouble.until {
+            return;
+        }
+        for shard in 0..self.lanes[index].shards.len() {
+            let place = &self.lanes[index].shards[shard];
+            if !place.may_walk() || now < place.walk.next_at {
+                continue;
+            }
+            let (id, after, dry) = (place.id, place.walk.cursor, place.dry);
+            let walk = &mut self.lanes[index].shards[shard].walk;
+            walk.busy = true;
+            walk.began_dry = dry && (after.is_none() || walk.began_dry);
+            let op = self.op(Pending::Walk { lane: index, shard });
+            self.commands.push(Command::Walk { op, lane: index, shard: id, after, limit: WALK_STEP });
+        }
+    }
+
+    pub(super) fn walked(&mut self, op: Op, result: Result<Walked, Error>, now: Tick) {
+        let Some(Pending::Walk { lane: index, shard }) = self.pending.remove(&op) else { return };
+        let chance = self.rng.f64();
+        let lane = &mut self.lanes[index];
+        let max_crashes = lane.settings.budgets.max_crashes;
+        let place = &mut lane.shards[shard];
+        place.walk.busy = false;
+        let walked = match result {
+            Ok(walked) => walked,
+            Err(error) => {
+                tracing::warn!(%error, lane = lane.settings.lane, "the walk from the head failed");
+                place.walk.next_at = now.plus(Duration::from_secs(1));
+                return;
+            }
+        };
+        for seen in &walked.seen {
+            if Some(seen.mark) >= place.mark || self.held.contains_key(&seen.mark.id) {
+                continue;
+            }
+            if !seen.hold.claimable(seen.mark.due_at, walked.now) {
+                self.suspects.remove(&seen.mark.id);
+                continue;
+            }
+            let suspicion = seen.hold.suspicion(&self.owner);
+            if suspicion >= max_crashes || decide::suspect_group(suspicion, max_crashes).is_none() {
+                place.found.push(seen.mark.id);
+            } else {
+                let suspect = Suspect { lane: index, shard, suspicion, since: now };
+                self.suspects.entry(seen.mark.id).or_insert(suspect).suspicion = suspicion;
+            }
+        }
+        let entries = walked.seen.len() as u64;
+        match walked.seen.last() {
+            Some(last) if entries == u64::from(WALK_STEP) && Some(last.mark) < place.mark => {
+                place.walk.cursor = Some(last.mark);
+                place.walk.next_at = now.plus(Duration::from_micros(entries * 1_000_000 / WALK_PER_SECOND));
+            }
+            _ => {
+                place.walk.cursor = None;
+                place.walk.clean = place.walk.began_dry;
+                place.walk.next_at = now.plus(Duration::from_millis(500).mul_f64(1.0 + chance));
+            }
+        }
+    }
+}

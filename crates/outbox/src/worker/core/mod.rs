@@ -1,0 +1,524 @@
+//! The worker's mind, without hands: `step` says what to do, `handle` hears what came of it. It reads no clock, draws
+//! its chances from a seed and does no I/O, so that a simulator can drive the very code that runs in production.
+//!
+//! One core serves several lanes of one database. What it holds is in `held`, from the claim until the settle is
+//! answered; it keeps renewing all of it.
+
+mod claiming;
+mod delivering;
+mod settling;
+mod suspects;
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::time::Duration;
+
+use crate::clock::Tick;
+use crate::decide::{self, Budgets, Decision};
+use crate::error::{Effect, Error, Kind};
+use crate::lease::Lease;
+use crate::message::{Message, Sha};
+use crate::outcome::{FlushCode, Outcome, Reach, Settled, Settlement, Verdict, code};
+use crate::store::{Claim, Claimed, From, Mark, Walked};
+
+/// A mark stays this far behind the clock: commits younger than this may still appear before it.
+const MARK_LAG: Duration = Duration::from_millis(200);
+/// Entries of one walk step, and the pace of the walk.
+const WALK_STEP: u32 = 1000;
+const WALK_PER_SECOND: u64 = 20_000;
+/// Outcomes wait this long for company before they are settled.
+const SETTLE_WAIT: Duration = Duration::from_millis(3);
+/// Claims under way at once, per lane; the second only while there is more than one brings.
+const CLAIMS: usize = 2;
+/// Settles under way at once, per lane.
+const SETTLES: usize = 2;
+/// A suspect that waited this long is served even if there is other work.
+const SUSPECT_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How one lane is worked.
+#[derive(Clone, Debug)]
+pub struct LaneSettings {
+    pub lane: String,
+    /// The shards this process takes.
+    pub shards: Vec<u32>,
+    pub concurrency: usize,
+    pub batch: usize,
+    pub lease: Duration,
+    pub poll: Duration,
+    pub budgets: Budgets,
+    pub dedup: bool,
+}
+
+impl LaneSettings {
+    /// The defaults of a user's own lane.
+    pub fn new(lane: impl Into<String>) -> Self {
+        LaneSettings {
+            lane: lane.into(),
+            shards: vec![0],
+            concurrency: 64,
+            batch: 256,
+            lease: Duration::from_secs(60),
+            poll: Duration::from_millis(500),
+            budgets: Budgets::default(),
+            dedup: false,
+        }
+    }
+
+    fn prefetch(&self) -> usize {
+        (self.concurrency.min(self.batch) / 2).max(1)
+    }
+
+    fn per_target(&self) -> usize {
+        (self.concurrency / 4).max(1)
+    }
+}
+
+/// How the whole worker behaves.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// `hostname:pid:incarnation`; nobody else ever has it.
+    pub owner: String,
+    pub lanes: Vec<LaneSettings>,
+    pub drain: Duration,
+    /// Handle all that is due, then finish.
+    pub once: bool,
+    /// Where all chances come from.
+    pub seed: u64,
+}
+
+/// Names one store operation, from its command to its event.
+pub type Op = u64;
+
+/// Something to be done.
+#[derive(Debug)]
+pub enum Command {
+    Claim {
+        op: Op,
+        claim: Claim,
+    },
+    Walk {
+        op: Op,
+        lane: usize,
+        shard: u32,
+        after: Option<Mark>,
+        limit: u32,
+    },
+    Dedup {
+        op: Op,
+        lane: usize,
+        probes: Vec<(Option<String>, Sha)>,
+    },
+    Settle {
+        op: Op,
+        lane: usize,
+        entries: Vec<Settlement>,
+    },
+    Defer {
+        op: Op,
+        leases: Vec<Lease>,
+        delay: Duration,
+        code: Option<String>,
+    },
+    Renew {
+        op: Op,
+        leases: Vec<Lease>,
+        lease: Duration,
+    },
+    Deliver {
+        lane: usize,
+        message: Box<Message>,
+    },
+    /// Stop the delivery under way; no outcome is expected any more.
+    Abort {
+        id: i64,
+    },
+}
+
+/// Something that came about.
+#[derive(Debug)]
+pub enum Event {
+    Claimed {
+        op: Op,
+        result: Result<Claimed, Error>,
+    },
+    Walked {
+        op: Op,
+        result: Result<Walked, Error>,
+    },
+    Deduped {
+        op: Op,
+        result: Result<Vec<Option<Option<String>>>, Error>,
+    },
+    Settled {
+        op: Op,
+        result: Result<Vec<Settled>, Error>,
+    },
+    Deferred {
+        op: Op,
+        result: Result<Vec<bool>, Error>,
+    },
+    Renewed {
+        op: Op,
+        result: Result<Vec<bool>, Error>,
+    },
+    Delivered {
+        id: i64,
+        outcome: Outcome,
+    },
+    /// There may be new work.
+    Wake,
+    /// Finish or give back, then end.
+    Shutdown,
+}
+
+/// Counts since the start, per lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    pub claimed: u64,
+    pub takeovers: u64,
+    pub sent: u64,
+    pub dedup_hits: u64,
+    pub retried: u64,
+    pub dead: u64,
+    pub deferred: u64,
+    pub conflicts: u64,
+    pub unknown: u64,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    /// Claimed, not begun. On lanes with dedup it must be checked first.
+    Ready {
+        checked: bool,
+    },
+    Running,
+    /// Its outcome is known and waits to be settled, or is being settled.
+    Settling,
+}
+
+type Twin = (Option<String>, Sha);
+
+#[derive(Debug)]
+struct Held {
+    lane: usize,
+    token: i64,
+    attempts: u32,
+    /// Until when the lease surely lasts, counted from before the claim was sent.
+    until: Tick,
+    state: State,
+    target: Option<String>,
+    twin: Option<Twin>,
+    /// It stands for its twins: they wait until it is settled.
+    first_twin: bool,
+}
+
+#[derive(Debug, Default)]
+struct Walk {
+    cursor: Option<Mark>,
+    next_at: Tick,
+    busy: bool,
+    /// This pass began when claims found nothing more.
+    began_dry: bool,
+    /// Such a pass was completed, and nothing was claimed since.
+    clean: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    id: u32,
+    mark: Option<Mark>,
+    /// A claim's answer was lost: rows may be ours without our knowing.
+    adopt: bool,
+    /// Claim without waiting for the poll.
+    hungry: bool,
+    /// The last claim came back full: there is more.
+    deep: bool,
+    /// The last claim found nothing at all.
+    dry: bool,
+    walk: Walk,
+    /// Claimable rows the walk found behind the mark.
+    found: Vec<i64>,
+}
+
+impl Shard {
+    /// What an earlier step found is claimed first.
+    fn may_walk(&self) -> bool {
+        !self.walk.busy && self.mark.is_some() && self.found.is_empty()
+    }
+}
+
+/// Waits between tries at a database in trouble.
+#[derive(Debug, Default)]
+struct Trouble {
+    failures: u32,
+    until: Tick,
+}
+
+impl Trouble {
+    fn again(&mut self, now: Tick, chance: f64) {
+        let ceiling = 100_u64 << self.failures.min(6);
+        self.failures += 1;
+        self.until =
+            now.plus(Duration::from_millis((ceiling as f64 * (0.5 + 0.5 * chance)) as u64).min(Duration::from_secs(5)));
+    }
+
+    fn over(&mut self) {
+        *self = Trouble::default();
+    }
+}
+
+#[derive(Debug)]
+struct Lane {
+    settings: LaneSettings,
+    shards: Vec<Shard>,
+    turn: usize,
+    next_poll: Tick,
+    /// Claims under way, and how many rows they may bring.
+    claims: usize,
+    coming: usize,
+    claim_trouble: Trouble,
+    ready: VecDeque<Box<Message>>,
+    running: usize,
+    by_target: HashMap<String, usize>,
+    verdicts: Vec<Settlement>,
+    verdicts_since: Tick,
+    settling: usize,
+    settle_trouble: Trouble,
+    give_back: Vec<(Lease, Duration, Option<String>)>,
+    giving_back: usize,
+    renew_at: Tick,
+    renewing: bool,
+    deduping: bool,
+    twins: HashSet<Twin>,
+    tally: Tally,
+}
+
+#[derive(Debug)]
+struct Suspect {
+    lane: usize,
+    shard: usize,
+    suspicion: u32,
+    since: Tick,
+}
+
+/// Suspects are delivered apart, with nothing else held.
+#[derive(Debug, PartialEq, Eq)]
+enum Apart {
+    No,
+    Clearing,
+    Serving { since: Tick, claimed: bool },
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Phase {
+    Running,
+    Draining { abort_at: Tick, end_at: Tick, aborted: bool },
+}
+
+/// Where a claim under way began.
+enum Start {
+    Mark(Option<Mark>),
+    Ids,
+}
+
+enum Pending {
+    Claim { lane: usize, shard: usize, issued: Tick, limit: u32, from: Start },
+    Walk { lane: usize, shard: usize },
+    Dedup { lane: usize, ids: Vec<i64> },
+    Settle { lane: usize, entries: Vec<Settlement> },
+    Defer { lane: usize, leases: Vec<Lease>, delay: Duration, code: Option<String> },
+    Renew { lane: usize, leases: Vec<Lease>, issued: Tick },
+}
+
+pub struct Core {
+    owner: String,
+    once: bool,
+    drain: Duration,
+    rng: fastrand::Rng,
+    lanes: Vec<Lane>,
+    held: HashMap<i64, Held>,
+    pending: HashMap<Op, Pending>,
+    next_op: Op,
+    suspects: BTreeMap<i64, Suspect>,
+    apart: Apart,
+    rest_until: Tick,
+    phase: Phase,
+    commands: Vec<Command>,
+}
+
+impl Core {
+    pub fn new(settings: Settings, now: Tick) -> Self {
+        let lane = |settings: LaneSettings| Lane {
+            shards: settings.shards.iter().map(|&id| Shard { id, hungry: true, ..Shard::default() }).collect(),
+            settings,
+            turn: 0,
+            next_poll: now,
+            claims: 0,
+            coming: 0,
+            claim_trouble: Trouble::default(),
+            ready: VecDeque::new(),
+            running: 0,
+            by_target: HashMap::new(),
+            verdicts: Vec::new(),
+            verdicts_since: now,
+            settling: 0,
+            settle_trouble: Trouble::default(),
+            give_back: Vec::new(),
+            giving_back: 0,
+            renew_at: Tick::from_micros(u64::MAX),
+            renewing: false,
+            deduping: false,
+            twins: HashSet::new(),
+            tally: Tally::default(),
+        };
+        Core {
+            owner: settings.owner,
+            once: settings.once,
+            drain: settings.drain,
+            rng: fastrand::Rng::with_seed(settings.seed),
+            lanes: settings.lanes.into_iter().map(lane).collect(),
+            held: HashMap::new(),
+            pending: HashMap::new(),
+            next_op: 1,
+            suspects: BTreeMap::new(),
+            apart: Apart::No,
+            rest_until: now,
+            phase: Phase::Running,
+            commands: Vec::new(),
+        }
+    }
+
+    pub fn owner(&self) -> &str {
+        &self.owner
+    }
+
+    pub fn lane_name(&self, lane: usize) -> &str {
+        &self.lanes[lane].settings.lane
+    }
+
+    pub fn tally(&self) -> impl Iterator<Item = (&str, Tally)> {
+        self.lanes.iter().map(|lane| (lane.settings.lane.as_str(), lane.tally))
+    }
+
+    /// Messages held right now.
+    pub fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Nothing is left to be done, by a drain or by `once`.
+    pub fn finished(&self, now: Tick) -> bool {
+        match self.phase {
+            Phase::Draining { end_at, .. } => (self.held.is_empty() && self.pending.is_empty()) || now >= end_at,
+            Phase::Running => {
+                self.once
+                    && self.held.is_empty()
+                    && self.pending.is_empty()
+                    && self.suspects.is_empty()
+                    && self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.dry && s.walk.clean && s.found.is_empty())
+            }
+        }
+    }
+
+    /// Says what to do now.
+    pub fn step(&mut self, now: Tick) -> Vec<Command> {
+        self.advance_drain(now);
+        self.advance_suspects(now);
+        for lane in 0..self.lanes.len() {
+            self.start_deliveries(lane, now);
+            self.check_dedup(lane);
+            self.flush_verdicts(lane, now);
+            self.flush_give_back(lane, now);
+            self.renew(lane, now);
+            self.claim(lane, now);
+            self.walk(lane, now);
+        }
+        std::mem::take(&mut self.commands)
+    }
+
+    /// When `step` should run again, if nothing happens before.
+    pub fn next_step(&self, now: Tick) -> Tick {
+        let mut next = now.plus(Duration::from_secs(5));
+        let mut at = |tick: Tick| next = next.min(tick);
+        if let Phase::Draining { abort_at, end_at, aborted } = self.phase {
+            at(if aborted { end_at } else { abort_at });
+        }
+        for lane in &self.lanes {
+            if !lane.verdicts.is_empty() && lane.settling < SETTLES {
+                at(lane.verdicts_since.plus(SETTLE_WAIT).max(lane.settle_trouble.until));
+            }
+            if !lane.give_back.is_empty() && lane.giving_back == 0 {
+                at(lane.settle_trouble.until);
+            }
+            if !lane.renewing {
+                at(lane.renew_at);
+            }
+            if self.phase == Phase::Running {
+                if self.may_claim(lane) {
+                    at(lane.next_poll.max(lane.claim_trouble.until));
+                }
+                for shard in lane.shards.iter().filter(|s| s.may_walk()) {
+                    at(shard.walk.next_at.max(lane.claim_trouble.until));
+                }
+            }
+        }
+        if self.apart == Apart::No
+            && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
+        {
+            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until));
+        }
+        next.max(now)
+    }
+
+    /// Hears what came of a command, or from the world.
+    pub fn handle(&mut self, now: Tick, event: Event) {
+        match event {
+            Event::Wake => self.lanes.iter_mut().flat_map(|l| &mut l.shards).for_each(|s| s.hungry = true),
+            Event::Shutdown => self.begin_drain(now),
+            Event::Delivered { id, outcome } => self.delivered(id, outcome, now),
+            Event::Claimed { op, result } => self.claimed(op, result, now),
+            Event::Walked { op, result } => self.walked(op, result, now),
+            Event::Deduped { op, result } => self.deduped(op, result, now),
+            Event::Settled { op, result } => self.settled(op, result, now),
+            Event::Deferred { op, result } => self.deferred(op, result, now),
+            Event::Renewed { op, result } => self.renewed(op, result, now),
+        }
+    }
+
+    fn op(&mut self, pending: Pending) -> Op {
+        let op = self.next_op;
+        self.next_op += 1;
+        self.pending.insert(op, pending);
+        op
+    }
+
+    fn begin_drain(&mut self, now: Tick) {
+        if self.phase != Phase::Running {
+            return;
+        }
+        let reserve = (self.drain / 4).min(Duration::from_secs(2));
+        self.phase =
+            Phase::Draining { abort_at: now.plus(self.drain - reserve), end_at: now.plus(self.drain), aborted: false };
+        for lane in &mut self.lanes {
+            for message in lane.ready.drain(..) {
+                let Some(held) = self.held.get_mut(&message.id) else { continue };
+                held.state = State::Settling;
+                lane.give_back.push((Lease { id: message.id, token: held.token }, Duration::ZERO, None));
+            }
+        }
+    }
+
+    fn advance_drain(&mut self, now: Tick) {
+        let Phase::Draining { abort_at, aborted: aborted @ false, .. } = &mut self.phase else { return };
+        if now < *abort_at {
+            return;
+        }
+        *aborted = true;
+        let mut running: Vec<i64> =
+            self.held.iter().filter(|(_, h)| h.state == State::Running).map(|(id, _)| *id).collect();
+        running.sort_unstable();
+        for id in running {
+            self.commands.push(Command::Abort { id });
+            let error = "aborted at shutdown with the request under way";
+            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, Reach::Unknown), now);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Settles, what is given back, and renewals of all that is held meanwhile.
+
+use std::collections::{BTreeMap, HashSet};
+use std::time::Duration;
+
+use super::*;
+
+impl Core {
+    pub(super) fn flush_verdicts(&mut self, index: usize, now: Tick) {
+        let draining = self.phase != Phase::Running;
+        let lane = &mut self.lanes[index];
+        while lane.settling < SETTLES && !lane.verdicts.is_empty() && now >= lane.settle_trouble.until {
+            let nothing_else = lane.running == 0;
+            let waited = now >= lane.verdicts_since.plus(SETTLE_WAIT);
+            if !(draining || nothing_else || waited || lane.verdicts.len() >= lane.settings.batch) {
+                return;
+            }
+            let n = lane.verdicts.len().min(lane.settings.batch.max(1));
+            let mut entries: Vec<Settlement> = lane.verdicts.drain(..n).collect();
+            for entry in &mut entries {
+                if let Some(held) = self.held.get(&entry.lease.id) {
+                    entry.lease.token = held.token;
+                }
+            }
+            lane.settling += 1;
+            let op = self.next_op;
+            self.next_op += 1;
+            self.pending.insert(op, Pending::Settle { lane: index, entries: entries.clone() });
+            self.commands.push(Command::Settle { op, lane: index, entries });
+        }
+    }
+
+    pub(super) fn settled(&mut self, op: Op, result: Result<Vec<Settled>, Error>, now: Tick) {
+        let Some(Pending::Settle { lane: index, entries }) = self.pending.remove(&op) else { return };
+        let chance = self.rng.f64();
+        let lane = &mut self.lanes[index];
+        lane.settling -= 1;
+        let answers = match result {
+            Ok(answers) => answers,
+            Err(error) => {
+                lane.settle_trouble.again(now, chance);
+                tracing::warn!(%error, lane = lane.settings.lane, entries = entries.len(), "a settle failed; it will be tried again");
+                let trouble = if error.kind == Kind::Timeout { FlushCode::DbTimeout } else { FlushCode::DbError };
+                let again = error.effect == Effect::Unknown;
+                for mut entry in entries {
+                    entry.again |= again;
+                    entry.trouble = Some(trouble);
+                    lane.add_verdict(entry, now);
+                }
+                return;
+            }
+        };
+        lane.settle_trouble.over();
+        for (mut entry, answer) in entries.into_iter().zip(answers) {
+            let id = entry.lease.id;
+            let newer = self.held.get(&id).is_some_and(|held| held.token > entry.lease.token);
+            match answer {
+                Settled::LeaseLost if newer => {
+                    // Adopted under a new token while this was under way.
+                    entry.again = false;
+                    lane.add_verdict(entry, now);
+                    continue;
+                }
+                Settled::Refused => {
+                    lane.settle_trouble.again(now, chance);
+                    lane.add_verdict(entry, now);
+                    continue;
+                }
+                _ => lane.count(&entry, answer),
+            }
+            if let Some(held) = self.held.remove(&id) {
+                release_twin(&mut lane.twins, &held);
+            }
+        }
+    }
+
+    pub(super) fn flush_give_back(&mut self, index: usize, now: Tick) {
+        let lane = &mut self.lanes[index];
+        if lane.giving_back > 0 || lane.give_back.is_empty() || now < lane.settle_trouble.until {
+            return;
+        }
+        let mut groups: BTreeMap<(Duration, Option<String>), Vec<Lease>> = BTreeMap::new();
+        for (lease, delay, code) in lane.give_back.drain(..) {
+            // Whole tenths of a second, so that many share one statement.
+            let delay = Duration::from_millis(delay.as_millis().div_ceil(100) as u64 * 100);
+            groups.entry((delay, code)).or_default().push(lease);
+        }
+        lane.giving_back = groups.len();
+        for ((delay, code), mut leases) in groups {
+            leases.sort_unstable();
+            let pending = Pending::Defer { lane: index, leases: leases.clone(), delay, code: code.clone() };
+            let op = self.op(pending);
+            self.commands.push(Command::Defer { op, leases, delay, code });
+        }
+    }
+
+    pub(super) fn deferred(&mut self, op: Op, result: Result<Vec<bool>, Error>, now: Tick) {
+        let Some(Pending::Defer { lane: index, leases, delay, code }) = self.pending.remove(&op) else { return };
+        let chance = self.rng.f64();
+        let lane = &mut self.lanes[index];
+        lane.giving_back -= 1;
+        match result {
+            Ok(answers) => {
+                lane.tally.deferred += answers.iter().filter(|given| **given).count() as u64;
+                for lease in leases {
+                    if let Some(held) = self.held.remove(&lease.id) {
+                        release_twin(&mut lane.twins, &held);
+                    }
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, lane = lane.settings.lane, "giving back failed; it will be tried again");
+                lane.settle_trouble.again(now, chance);
+                lane.give_back.extend(leases.into_iter().map(|lease| (lease, delay, code.clone())));
+            }
+        }
+    }
+
+    pub(super) fn renew(&mut self, index: usize, now: Tick) {
+        let lane = &mut self.lanes[index];
+        if lane.renewing || now < lane.renew_at {
+            return;
+        }
+        let (lease, mine) = (lane.settings.lease, |held: &Held| held.lane == index);
+        let due = |held: &Held| held.until.since(now) <= lease * 2 / 3 + lease / 20;
+        let mut leases: Vec<Lease> = self
+            .held
+            .iter()
+            .filter(|(_, held)| mine(held) && due(held))
+            .map(|(id, held)| Lease { id: *id, token: held.token })
+            .collect();
+        if leases.is_empty() {
+            let earliest = self.held.values().filter(|h| mine(h)).map(|h| h.until.since(now)).min();
+            lane.renew_at = match earliest {
+                Some(left) => now.plus(left.saturating_sub(lease * 2 / 3)),
+                None => Tick::from_micros(u64::MAX),
+            };
+            return;
+        }
+        leases.sort_unstable();
+        lane.renewing = true;
+        let op = self.op(Pending::Renew { lane: index, leases: leases.clone(), issued: now });
+        self.commands.push(Command::Renew { op, leases, lease });
+    }
+
+    pub(super) fn renewed(&mut self, op: Op, result: Result<Vec<bool>, Error>, now: Tick) {
+        let Some(Pending::Renew { lane: index, leases, issued }) = self.pending.remove(&op) else { return };
+        let lane = &mut self.lanes[index];
+        lane.renewing = false;
+        let answers = match result {
+            Ok(answers) => answers,
+            Err(error) => {
+                tracing::warn!(%error, lane = lane.settings.lane, "a renewal failed");
+                lane.renew_at = now.plus(lane.settings.lease / 20);
+                return;
+            }
+        };
+        for (lease, kept) in leases.into_iter().zip(answers) {
+            let Some(held) = self.held.get_mut(&lease.id) else { continue };
+            if kept {
+                held.until = issued.plus(lane.settings.lease);
+            } else if matches!(held.state, State::Ready { .. }) && held.token == lease.token {
+                // Lost before it was begun: somebody else has it.
+                release_twin(&mut lane.twins, held);
+                self.held.remove(&lease.id);
+                lane.ready.retain(|m| m.id != lease.id);
+            } else {
+                // Begun: its outcome will be offered once, and the database decides. Not asked for again before that.
+                held.until = now.plus(lane.settings.lease);
+            }
+        }
+        let lease = lane.settings.lease;
+        let earliest = self.held.values().filter(|h| h.lane == index).map(|h| h.until.since(now)).min();
+        self.lanes[index].renew_at =
+            earliest.map_or(Tick::from_micros(u64::MAX), |left| now.plus(left.saturating_sub(lease * 2 / 3)));
+    }
+}
+
+pub(super) fn release_twin(twins: &mut HashSet<Twin>, held: &Held) {
+    if let Some(twin) = &held.twin
+        && held.first_twin
+    {
+        twins.remove(twin);
+    }
+}
+
+impl Lane {
+    pub(super) fn add_verdict(&mut self, entry: Settlement, now: Tick) {
+        if self.verdicts.is_empty() {
+            self.verdicts_since = now;
+        }
+        self.verdicts.push(entry);
+    }
+
+    pub(super) fn count(&mut self, entry: &Settlement, answer: Settled) {
+        let (id, lane) = (entry.lease.id, self.settings.lane.as_str());
+        let outcome = match answer {
+            Settled::Applied => entry.verdict.flush_code(),
+            Settled::LeaseLost => FlushCode::Conflict,
+            Settled::Unknown | Settled::Refused => {
+                self.tally.unknown += 1;
+                tracing::warn!(outbox_id = id, lane, "whether the outcome was recorded is unknown");
+                return;
+            }
+        };
+        let counter = match outcome {
+            FlushCode::Success => &mut self.tally.sent,
+            FlushCode::DedupHit => &mut self.tally.dedup_hits,
+            FlushCode::Retry => &mut self.tally.retried,
+            FlushCode::Dead => &mut self.tally.dead,
+            _ => &mut self.tally.conflicts,
+        };
+        *counter += 1;
+        match (&entry.verdict, outcome) {
+            (_, FlushCode::Conflict) => {
+                tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), "the lease was lost")
+            }
+            (Verdict::Retry { code, delay, .. }, _) => {
+                tracing::info!(outbox_id = id, lane, outcome = outcome.as_str(), reason_code = %code, delay_sec = delay.as_secs_f64(), "will be tried again");
+            }
+            (Verdict::Dead { code, .. }, _) => {
+                tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), reason_code = %code, "dead");
+            }
+            _ => tracing::debug!(outbox_id = id, lane, outcome = outcome.as_str(), "sent"),
+        }
+    }
+}

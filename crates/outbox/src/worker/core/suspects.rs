@@ -1,0 +1,46 @@
+//! Suspects: messages whose workers died more than once are delivered apart, in shrinking groups, with nothing else held.
+
+use super::*;
+
+impl Core {
+    pub(super) fn advance_suspects(&mut self, now: Tick) {
+        if self.phase != Phase::Running {
+            return;
+        }
+        let idle = self.held.is_empty() && self.lanes.iter().all(|lane| lane.claims == 0);
+        match self.apart {
+            Apart::No => {
+                let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };
+                let quiet = idle && self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.dry);
+                if quiet || (now >= oldest.plus(SUSPECT_PATIENCE) && now >= self.rest_until) {
+                    self.apart = Apart::Clearing;
+                    self.advance_suspects(now);
+                }
+            }
+            Apart::Clearing if idle => self.claim_suspects(now),
+            Apart::Serving { since, claimed: true } if idle => {
+                // At most a tenth of the time, while there is other work.
+                self.rest_until = now.plus(now.since(since) * 9);
+                self.apart = Apart::No;
+                self.advance_suspects(now);
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn claim_suspects(&mut self, now: Tick) {
+        let Some((lane, shard, suspicion)) =
+            self.suspects.values().min_by_key(|s| s.since).map(|s| (s.lane, s.shard, s.suspicion))
+        else {
+            self.apart = Apart::No;
+            return;
+        };
+        let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
+        let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
+        let ids: Vec<i64> = self.suspects.iter().filter(|(_, s)| alike(s)).map(|(id, _)| *id).take(group).collect();
+        self.suspects.retain(|id, _| !ids.contains(id));
+        self.apart = Apart::Serving { since: now, claimed: false };
+        let limit = ids.len() as u32;
+        self.send_claim(lane, shard, From::Ids(ids), limit, now);
+    }
+}
