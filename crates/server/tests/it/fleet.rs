@@ -1,6 +1,7 @@
 //! Several processes on one database: killed, paused past their lease, restarted. The receiver's log is the witness.
 
 use std::collections::HashMap;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use postrider::store::{Filter, Shown, Status};
@@ -9,10 +10,16 @@ use proving::receiver::{Answer, Receiver};
 use rustix::process::Signal;
 use tokio::runtime::Runtime;
 
-use crate::home::{Home, Running, wait_until};
+use crate::home::{Home, Running, wait_long_until, wait_until};
 use crate::scratch::Database;
 
 const MESSAGES: usize = 20_000;
+const LEASE: Duration = Duration::from_secs(4);
+/// Messages that lost several workers are served apart, for a tenth of the time while there is other work.
+const SUSPECTS_TAKE_THEIR_TIME: Duration = Duration::from_secs(180);
+
+/// A fleet fills the machine; two at a time would measure the scheduler.
+static ONE_FLEET: Mutex<()> = Mutex::new(());
 
 fn lanes() -> Lanes {
     Lanes::new().with("fleet", LaneRules::default())
@@ -45,15 +52,16 @@ fn live(home: &Home) -> u64 {
 }
 
 fn killed_paused_and_restarted(database: Database) {
+    let _alone = ONE_FLEET.lock().unwrap_or_else(|e| e.into_inner());
     let runtime = Runtime::new().unwrap();
     let slow = Answer { status: 200, after: Duration::from_millis(5) };
     let receiver = runtime.block_on(Receiver::start(move |_| slow)).unwrap();
     let home = Home::on(database);
-    prepare(&home, &receiver, "concurrency = 32\nbatch = 64\nlock_lease_sec = 5\n");
+    prepare(&home, &receiver, &format!("concurrency = 32\nbatch = 64\nlock_lease_sec = {}\n", LEASE.as_secs()));
     let lines: String = (0..MESSAGES).map(|n| format!("{{\"payload\":{n}}}\n")).collect();
     home.write("messages.ndjson", &lines).run(&["enqueue", "fleet", "--ndjson", "messages.ndjson"]).done();
 
-    let start = || home.start(&["worker", "--lane", "fleet"]);
+    let start = || home.start_silent(&["worker", "--lane", "fleet"]);
     let mut workers: Vec<Running> = (0..4).map(|_| start()).collect();
     let part = |low: usize, high: usize| fastrand::usize(MESSAGES * low / 100..MESSAGES * high / 100);
     let (first_kill, pause, second_kill) = (part(5, 20), part(25, 40), part(45, 60));
@@ -62,13 +70,19 @@ fn killed_paused_and_restarted(database: Database) {
     workers[0].signal(Signal::KILL);
     workers[0] = start();
     wait_until("the pause", || receiver.count() > pause);
+    // On SQLite it may have been stopped with the file's write lock in its hand: nobody gets on until it wakes up.
     workers[1].signal(Signal::STOP);
+    let paused = workers[1].pid();
+    let wake_up = std::thread::spawn(move || {
+        std::thread::sleep(LEASE + Duration::from_secs(2));
+        rustix::process::kill_process(paused, Signal::CONT).unwrap();
+    });
     wait_until("the second kill", || receiver.count() > second_kill);
     workers[2].signal(Signal::KILL);
     workers[2] = start();
-    // The others take over what the paused one held, and end it; then it wakes up with outcomes nobody wants any more.
-    wait_until("everything has ended", || live(&home) == 0);
-    workers[1].signal(Signal::CONT);
+    // The others take over what the paused one held; it wakes up with outcomes that may not count any more.
+    wait_long_until("everything has ended", SUSPECTS_TAKE_THEIR_TIME, || live(&home) == 0);
+    wake_up.join().unwrap();
     for worker in &workers {
         worker.signal(Signal::TERM);
     }
@@ -125,6 +139,7 @@ fn kill_holder(home: &Home, id: i64) {
 }
 
 fn poison_is_buried_alone(database: Database) {
+    let _alone = ONE_FLEET.lock().unwrap_or_else(|e| e.into_inner());
     let runtime = Runtime::new().unwrap();
     let (poisoned, mut deaths) = std::sync::mpsc::channel::<i64>();
     let receiver = runtime.block_on(Receiver::start(move |request| {
@@ -142,11 +157,11 @@ fn poison_is_buried_alone(database: Database) {
         .collect();
     home.write("messages.ndjson", &lines).run(&["enqueue", "fleet", "--ndjson", "messages.ndjson"]).done();
 
-    let mut worker = home.start(&["worker", "--lane", "fleet"]);
-    wait_until("everything has ended", || {
+    let mut worker = home.start_silent(&["worker", "--lane", "fleet"]);
+    wait_long_until("everything has ended", SUSPECTS_TAKE_THEIR_TIME, || {
         if let Ok(id) = deaths.try_recv() {
             kill_holder(&home, id);
-            worker = home.start(&["worker", "--lane", "fleet"]);
+            worker = home.start_silent(&["worker", "--lane", "fleet"]);
         }
         let _ = &mut deaths;
         live(&home) == 0

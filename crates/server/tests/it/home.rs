@@ -82,6 +82,11 @@ impl Home {
         Running(Some(self.command(args).spawn().unwrap()))
     }
 
+    /// Without logs: nobody reads the pipe, and a process that has much to say would block on it.
+    pub fn start_silent(&self, args: &[&str]) -> Running {
+        Running(Some(self.command(args).stderr(Stdio::null()).spawn().unwrap()))
+    }
+
     /// `outbox stats --json` of one lane.
     pub fn stats(&self, lane: &str) -> Value {
         self.run(&["outbox", "stats", "--json"]).done().json()["lanes"][lane].clone()
@@ -142,8 +147,11 @@ pub struct Running(Option<Child>);
 
 impl Running {
     pub fn signal(&self, signal: rustix::process::Signal) {
-        let child = self.0.as_ref().unwrap();
-        rustix::process::kill_process(rustix::process::Pid::from_child(child), signal).unwrap();
+        rustix::process::kill_process(self.pid(), signal).unwrap();
+    }
+
+    pub fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_child(self.0.as_ref().unwrap())
     }
 
     /// Waits for the end, at most this long.
@@ -171,10 +179,14 @@ impl Drop for Running {
 }
 
 /// Waits until the condition holds.
-pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, holds: impl FnMut() -> bool) {
+    wait_long_until(what, PATIENCE, holds);
+}
+
+pub fn wait_long_until(what: &str, patience: Duration, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        assert!(begun.elapsed() < patience, "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

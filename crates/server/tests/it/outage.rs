@@ -24,7 +24,7 @@ fn goes_on_by_itself(url: Option<String>, down: impl FnOnce(&Home) -> Box<dyn Fn
     let lane = format!("{database}[lane.a]\ncourier = \"http\"\ntimeout_ms = 20000\nurl = \"{}\"\n", receiver.url());
     home.write("postrider.toml", &lane).run(&["migrate"]).done();
     let id = home.enqueue(&["a", "--payload", "before"]);
-    let worker = home.start(&["worker", "--lane", "a"]);
+    let worker = home.start_silent(&["worker", "--lane", "a"]);
     wait_until("the delivery has begun", || receiver.count() == 1);
 
     let up = down(&home);
