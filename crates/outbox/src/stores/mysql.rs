@@ -334,7 +334,7 @@ pub fn candidates_sql(claim: &Claim, now: &str) -> String {
         From::Adopt { mark, known } => (
             *mark,
             format!(
-                "({free} AND {ordinary} OR locked_by = {owner}) AND id NOT IN ({})",
+                "({free} OR locked_by = {owner}) AND {ordinary} AND id NOT IN ({})",
                 list(known.iter().copied().chain([0]))
             ),
         ),

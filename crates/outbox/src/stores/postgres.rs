@@ -401,7 +401,7 @@ pub fn claim_sql(from: &From, now: &str) -> String {
         From::Mark(_) => format!("(due_at, id) >= ($6, $7) AND {free} AND {ordinary} AND $8::bigint[] IS NOT NULL"),
         From::Adopt { .. } => {
             format!(
-                "(due_at, id) >= ($6, $7) AND ({free} AND {ordinary} OR locked_by = $3) AND id <> ALL($8::bigint[])"
+                "(due_at, id) >= ($6, $7) AND ({free} OR locked_by = $3) AND {ordinary} AND id <> ALL($8::bigint[])"
             )
         }
         From::Ids(_) => format!("{free} AND id = ANY($8::bigint[]) AND (due_at, id) >= ($6, $7)"),

@@ -377,7 +377,7 @@ pub fn claim_sql(from: &From) -> String {
         From::Mark(_) => ("INDEXED BY idx_claim", format!("{free} AND {ordinary}")),
         From::Adopt { .. } => (
             "INDEXED BY idx_claim",
-            format!("({free} AND {ordinary} OR locked_by = ?4) AND id NOT IN (SELECT value FROM json_each(?7))"),
+            format!("({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))"),
         ),
         From::Ids(_) => ("NOT INDEXED", format!("{free} AND id IN (SELECT value FROM json_each(?7))")),
     };

@@ -141,8 +141,21 @@ impl Core {
         }
         let until = issued.plus(lane.settings.lease);
         lane.renew_at = lane.renew_at.min(issued.plus(lane.settings.lease / 3));
-        for message in claimed.messages {
+        // Suspects may have lost another worker since they were seen: the most suspicious one decides how many go together.
+        let max_crashes = lane.settings.budgets.max_crashes;
+        let group = |m: &Message| decide::suspect_group(m.crashes, max_crashes).filter(|_| m.crashes < max_crashes);
+        let serving = matches!(self.apart, Apart::Serving { .. });
+        let together = claimed.messages.iter().filter_map(group).min().filter(|_| serving).unwrap_or(usize::MAX);
+        for (n, message) in claimed.messages.into_iter().enumerate() {
+            let lease = message.lease();
             self.take(index, message, until, claimed.now, now);
+            let lane = &mut self.lanes[index];
+            if n >= together && lane.ready.pop_back_if(|last| last.id == lease.id).is_some() {
+                lane.give_back.push((lease, Duration::ZERO, None));
+                if let Some(held) = self.held.get_mut(&lease.id) {
+                    held.state = State::Settling;
+                }
+            }
         }
     }
 
