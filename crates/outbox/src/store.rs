@@ -43,8 +43,16 @@ pub enum From {
     /// As `Mark`, and rows this owner holds but does not know of, whatever their lease: an earlier claim's answer was
     /// lost. `known` are the ids it does know of.
     Adopt { mark: Option<Mark>, known: Vec<i64> },
-    /// Exactly these, if they are still claimable, however often they were taken over.
+    /// Exactly these, if they are still claimable or this owner's already (an earlier claim's answer was lost), however
+    /// often they were taken over.
     Ids(Vec<i64>),
+}
+
+impl From {
+    /// Does it take rows its own owner holds, whatever their lease?
+    pub(crate) fn adopts(&self) -> bool {
+        !matches!(self, From::Mark(_))
+    }
 }
 
 /// What a claim got, and the database's clock.

@@ -6,7 +6,7 @@
 //! same trace.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use postrider::clock::Tick;
 use postrider::decide::Budgets;
 use postrider::error::{Effect, Error, Kind};
 use postrider::outcome::{Fault, Outcome, Reach};
-use postrider::store::{Filter, Mode, Status, Store, transact};
+use postrider::store::{Claimed, Filter, Mode, Seen, Status, Store, Walked, transact};
 use postrider::stores::sqlite::SqliteStore;
 use postrider::tx::Tx;
 use postrider::worker::core::{Command, Core, Event, LaneSettings, Settings};
@@ -157,6 +157,10 @@ struct World {
     enqueued: Vec<i64>,
     /// Which message of the plan an id is.
     order: HashMap<i64, usize>,
+    /// Workers that were made to die, freeze or stall: what they held may rightly count as lost with them.
+    struck: HashSet<String>,
+    /// Messages taken over from such a worker since their last outcome.
+    unlucky: HashSet<i64>,
     outcomes: Outcomes,
 }
 
@@ -196,6 +200,8 @@ impl World {
             poison: vec![],
             enqueued: vec![],
             order: HashMap::new(),
+            struck: HashSet::new(),
+            unlucky: HashSet::new(),
             outcomes: Outcomes::default(),
             plan,
         };
@@ -267,11 +273,14 @@ impl World {
         match action {
             Action::Enqueue(n) => self.enqueue(n).await,
             Action::Start { worker } => self.start(worker),
-            Action::Crash { worker } => self.crash(worker),
+            Action::Crash { worker } => {
+                self.strike(worker);
+                self.crash(worker);
+            }
             Action::Step { worker, life } => self.step(worker, life),
             Action::Execute { worker, life, owner, command, lose_answer } => {
-                let event = self.execute(worker, &owner, command, lose_answer).await;
-                let back = self.now + self.latency();
+                let event = self.execute(&owner, command, lose_answer).await;
+                let back = self.now + self.latency(worker);
                 self.at(back, Action::Hear { worker, life, event });
             }
             Action::Hear { worker, life, event } => self.hear(worker, life, event),
@@ -281,9 +290,10 @@ impl World {
         }
     }
 
-    fn latency(&mut self) -> u64 {
+    fn latency(&mut self, worker: usize) -> u64 {
         if self.trouble() && self.rng.u8(0..8) == 0 {
             self.mark("stalled past a lease");
+            self.strike(worker);
             return self.rng.u64(5 * SECOND..40 * SECOND);
         }
         self.rng.u64(50..5_000)
@@ -339,6 +349,12 @@ impl World {
         }
     }
 
+    fn strike(&mut self, worker: usize) {
+        if let Some(alive) = &self.workers[worker] {
+            self.struck.insert(alive.core.owner().to_owned());
+        }
+    }
+
     fn crash(&mut self, worker: usize) {
         if self.workers[worker].take().is_none() {
             return;
@@ -370,6 +386,7 @@ impl World {
         if self.trouble() && self.rng.u16(0..400) == 0 {
             let until = now + self.rng.u64(SECOND..40 * SECOND);
             self.mark("froze");
+            self.strike(worker);
             self.note(format_args!("freeze w{worker} until {until}"));
             if let Some(alive) = self.alive(worker, life) {
                 alive.frozen_until = until;
@@ -407,7 +424,7 @@ impl World {
             Command::Deliver { message, .. } => self.send_out(worker, life, message),
             Command::Abort { .. } => {}
             command => {
-                let there = self.now + self.latency();
+                let there = self.now + self.latency(worker);
                 let owner = self.alive(worker, life).map(|w| w.core.owner().to_owned()).unwrap_or_default();
                 if self.trouble() {
                     match self.rng.u8(0..3) {
@@ -490,16 +507,17 @@ impl World {
     }
 
     /// Runs a store operation now, as the connection of a worker that may be dead by the time of the answer.
-    async fn execute(&mut self, worker: usize, owner: &str, command: Command, lose_answer: bool) -> Event {
+    async fn execute(&mut self, owner: &str, command: Command, lose_answer: bool) -> Event {
         if lose_answer {
             self.mark("answer lost, applied");
         }
         let lost = |op| failed_op(op, Effect::Unknown);
         let store = self.store.clone();
         macro_rules! answer {
-            ($op:expr, $variant:ident, $result:expr) => {{
+            ($op:expr, $variant:ident, $result:expr, $told:expr) => {{
                 let result = $result;
-                self.note(format_args!("w{worker} {} {:?} lost {lose_answer}", stringify!($variant), brief(&result)));
+                let (told, lost_or_not) = ($told(&result), if lose_answer { ", answer lost" } else { "" });
+                self.note(format_args!("{owner} {} {told}{lost_or_not}", stringify!($variant)));
                 if lose_answer {
                     Event::$variant { op: $op, result: Err(lost($op)) }
                 } else {
@@ -513,25 +531,31 @@ impl World {
                 let result = store.claim(&claim).await;
                 if let Ok(claimed) = &result {
                     for message in &claimed.messages {
-                        if message.taken_over_from.is_some() {
+                        if message.crashes == 0 {
+                            self.unlucky.remove(&message.id);
+                        }
+                        if let Some(from) = &message.taken_over_from {
                             self.mark("taken over");
+                            if self.struck.contains(from) {
+                                self.unlucky.insert(message.id);
+                            }
                         }
                         if adopting && message.lease_token > 1 && message.taken_over_from.is_none() {
                             self.mark("adopted");
                         }
                     }
                 }
-                answer!(op, Claimed, result)
+                answer!(op, Claimed, result, messages)
             }
             Command::Walk { op, shard, after, limit, .. } => {
-                answer!(op, Walked, store.walk(LANE, shard, after, limit).await)
+                answer!(op, Walked, store.walk(LANE, shard, after, limit).await, entries)
             }
             Command::Dedup { op, probes, .. } => {
                 let result = self.outbox.check_dedup(LANE, probes).await;
                 if result.as_ref().is_ok_and(|hits| hits.iter().any(Option::is_some)) {
                     self.mark("dedup hit");
                 }
-                answer!(op, Deduped, result)
+                answer!(op, Deduped, result, |r| format!("{r:?}"))
             }
             Command::Settle { op, entries, .. } => {
                 let again = entries.iter().any(|e| e.again);
@@ -545,14 +569,15 @@ impl World {
                         self.mark("settled again after a lost answer");
                     }
                 }
-                answer!(op, Settled, result)
+                answer!(op, Settled, result, |r| format!("{:?} {r:?}", entries.iter().map(|e| e.lease).collect::<Vec<_>>()))
             }
             Command::Defer { op, leases, delay, code } => {
-                answer!(op, Deferred, store.defer(owner, &leases, delay, code.as_deref()).await)
+                let result = store.defer(owner, &leases, delay, code.as_deref()).await;
+                answer!(op, Deferred, result, |r| format!("{leases:?} {r:?}"))
             }
             Command::Renew { op, leases, lease } => {
                 self.mark("renewed");
-                answer!(op, Renewed, store.renew(owner, &leases, lease).await)
+                answer!(op, Renewed, store.renew(owner, &leases, lease).await, |r| format!("{leases:?} {r:?}"))
             }
             Command::Deliver { .. } | Command::Abort { .. } => unreachable!("not a store operation"),
         }
@@ -564,7 +589,6 @@ impl World {
         let filter = Filter { limit: 100_000, ..Filter::default() };
         let rows = self.outbox.list(filter).await.expect("the list");
         let mut wrong = Vec::new();
-        let mut innocent = 0;
         let ends: Vec<(i64, i64)> = transact(&*self.store, Mode::Read, |tx| {
             Box::pin(async move {
                 let rows = tx.query("SELECT id, token FROM sim_ends", &[]).await?;
@@ -604,17 +628,17 @@ impl World {
                     wrong.push(format!("S10: message {id} is called sent, but nobody received it"));
                 }
                 Status::Sent if poisoned => wrong.push(format!("message {id} kills its worker and is called sent")),
-                // Workers that stall past their lease, time and again, look like workers that die: one message in a run of
-                // such faults may be buried for it. Two would mean that a poison takes its neighbours along.
+                // Workers struck time and again while they hold a message look like workers it kills. But what lost only
+                // its poisonous neighbour's workers, or healthy ones, must not be buried for it.
                 Status::Dead if !poisoned => {
-                    innocent += 1;
-                    let poisonous = row.last_error_code.as_deref() == Some("POISON");
-                    if innocent > 1 || !poisonous || self.plan.fault == 0.0 {
+                    let poison = row.last_error_code.as_deref() == Some("POISON");
+                    if !poison || !self.unlucky.contains(&id) {
                         wrong.push(format!(
                             "message {id} is dead without a reason: {:?} {:?}",
                             row.last_error_code, row.crashes
                         ));
                     }
+                    *self.outcomes.marks.entry("buried by bad luck").or_default() += 1;
                 }
                 Status::Dead if row.last_error_code.as_deref() != Some("POISON") => {
                     wrong.push(format!("the poison message {id} ended as {:?}", row.last_error_code));
@@ -645,10 +669,24 @@ impl World {
     }
 }
 
-fn brief<T: std::fmt::Debug>(result: &Result<T, Error>) -> String {
-    let text = format!("{result:?}");
-    // Payload and times are noise; identity and order are what must repeat.
-    text.chars().take(400).collect()
+/// Identity and order are what must repeat, and what a reader looks for; payloads are noise.
+fn messages(result: &Result<Claimed>) -> String {
+    let one = |m: &Message| {
+        let from = m.taken_over_from.as_ref().map(|from| format!(" from {from}")).unwrap_or_default();
+        format!("{}@{} crashes {}{from}", m.id, m.lease_token, m.crashes)
+    };
+    match result {
+        Ok(claimed) => claimed.messages.iter().map(one).collect::<Vec<_>>().join(", "),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn entries(result: &Result<Walked>) -> String {
+    let one = |s: &Seen| format!("{}@{} {:?}", s.mark.id, s.hold.token, s.hold.locked_by);
+    match result {
+        Ok(walked) => walked.seen.iter().map(one).collect::<Vec<_>>().join(", "),
+        Err(error) => error.to_string(),
+    }
 }
 
 fn failed_op(_: u64, effect: Effect) -> Error {

@@ -341,7 +341,7 @@ pub fn candidates_sql(claim: &Claim, now: &str) -> String {
         From::Ids(ids) => {
             let ids = list(ids.iter().copied());
             return format!(
-                "SELECT id, due_at FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND {free} ORDER BY due_at, id LIMIT {}",
+                "SELECT id, due_at FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({ids}) AND lane = {} AND shard_id = {} AND due_at <= {now} AND ({free} OR locked_by = {owner}) ORDER BY due_at, id LIMIT {}",
                 literal(&claim.lane),
                 claim.shard,
                 claim.limit
@@ -411,8 +411,7 @@ async fn lock_candidates(
     now: &str,
     mut candidates: Vec<Mark>,
 ) -> Result<(Vec<Message>, bool)> {
-    let adopting = matches!(claim.from, From::Adopt { .. });
-    let own = if adopting { format!(" OR locked_by = {}", literal(&claim.owner)) } else { String::new() };
+    let own = if claim.from.adopts() { format!(" OR locked_by = {}", literal(&claim.owner)) } else { String::new() };
     let mut messages: Vec<Message> = Vec::with_capacity(candidates.len());
     let mut wanted = claim.limit;
     for _ in 0..LOOKS {

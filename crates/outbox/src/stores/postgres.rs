@@ -404,12 +404,12 @@ pub fn claim_sql(from: &From, now: &str) -> String {
                 "(due_at, id) >= ($6, $7) AND ({free} OR locked_by = $3) AND {ordinary} AND id <> ALL($8::bigint[])"
             )
         }
-        From::Ids(_) => format!("{free} AND id = ANY($8::bigint[]) AND (due_at, id) >= ($6, $7)"),
+        From::Ids(_) => {
+            format!("({free} OR locked_by = $3) AND id = ANY($8::bigint[]) AND (due_at, id) >= ($6, $7)")
+        }
     };
-    let again = match from {
-        From::Adopt { .. } => format!("(o.lease_until IS NULL OR o.lease_until < {now} OR o.locked_by = $3)"),
-        _ => format!("(o.lease_until IS NULL OR o.lease_until < {now})"),
-    };
+    let own = if from.adopts() { " OR o.locked_by = $3" } else { "" };
+    let again = format!("(o.lease_until IS NULL OR o.lease_until < {now}{own})");
     format!(
         "WITH c AS MATERIALIZED (
              SELECT id, locked_by AS previous, lease_token, attempts FROM outbox

@@ -88,6 +88,10 @@ impl SqliteStore {
     ) -> Result<R> {
         let (reply, answer) = oneshot::channel();
         let job: Job = Box::new(move |tx| {
+            // Whoever asked has gone: a claim made now would be nobody's.
+            if reply.is_closed() {
+                return (true, Box::new(drop));
+            }
             let result = tx.map_or_else(|| Err(Error::database("no transaction")), |tx| in_request(tx, work));
             (result.is_ok(), Box::new(move |committed: Result<()>| drop(reply.send(committed.and(result)))))
         });
@@ -379,7 +383,7 @@ pub fn claim_sql(from: &From) -> String {
             "INDEXED BY idx_claim",
             format!("({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))"),
         ),
-        From::Ids(_) => ("NOT INDEXED", format!("{free} AND id IN (SELECT value FROM json_each(?7))")),
+        From::Ids(_) => ("NOT INDEXED", format!("({free} OR locked_by = ?4) AND id IN (SELECT value FROM json_each(?7))")),
     };
     format!(
         "SELECT {CLAIMED} FROM outbox {index} WHERE lane = ?1 AND shard_id = ?2 AND due_at <= ?3 AND (due_at, id) >= (?5, ?6)

@@ -82,7 +82,7 @@ impl Core {
         };
         let from = match &claim.from {
             From::Mark(mark) | From::Adopt { mark, .. } => Start::Mark(*mark),
-            From::Ids(_) => Start::Ids,
+            From::Ids(ids) => Start::Ids(ids.clone()),
         };
         let op = self.op(Pending::Claim { lane: index, shard, issued: now, limit, from });
         self.commands.push(Command::Claim { op, claim });
@@ -100,18 +100,18 @@ impl Core {
             Ok(claimed) => claimed,
             Err(error) => {
                 let place = &mut lane.shards[shard];
-                place.adopt |= error.effect == Effect::Unknown;
-                // The other claim under way may have passed over what this one had locked; and rows claimed by id lie
-                // behind the mark.
-                place.mark = match from {
-                    Start::Mark(mark) => place.mark.min(mark),
-                    Start::Ids => None,
-                };
-                place.hungry = true;
-                lane.claim_trouble.again(now, chance);
-                if let Apart::Serving { .. } = self.apart {
-                    self.apart = Apart::No;
+                match from {
+                    Start::Mark(mark) => {
+                        place.adopt |= error.effect == Effect::Unknown;
+                        // The other claim under way may have passed over what this one had locked.
+                        place.mark = place.mark.min(mark);
+                        place.hungry = true;
+                    }
+                    // Asked for again, they are adopted if they became ours. Suspects are still in their list.
+                    Start::Ids(_) if matches!(self.apart, Apart::Serving { .. }) => self.apart = Apart::No,
+                    Start::Ids(ids) => place.found.extend(ids),
                 }
+                lane.claim_trouble.again(now, chance);
                 tracing::warn!(%error, lane = lane.settings.lane, "a claim failed");
                 return;
             }
@@ -136,8 +136,9 @@ impl Core {
         }
         place.walk.clean &= claimed.messages.is_empty();
         lane.tally.claimed += claimed.messages.len() as u64;
-        if let Apart::Serving { claimed, .. } = &mut self.apart {
+        if let (Apart::Serving { claimed, .. }, Start::Ids(asked)) = (&mut self.apart, &from) {
             *claimed = true;
+            asked.iter().for_each(|id| drop(self.suspects.remove(id)));
         }
         let until = issued.plus(lane.settings.lease);
         lane.renew_at = lane.renew_at.min(issued.plus(lane.settings.lease / 3));
@@ -179,7 +180,6 @@ impl Core {
             }
             return;
         }
-        self.suspects.remove(&message.id);
         let dedup = lane.settings.dedup;
         let mut held = Held {
             lane: index,
@@ -244,7 +244,10 @@ impl Core {
                 continue;
             }
             if !seen.hold.claimable(seen.mark.due_at, walked.now) {
-                self.suspects.remove(&seen.mark.id);
+                // Ours already, though we do not know it: the answer to its claim was lost, and it will be asked again.
+                if seen.hold.locked_by.as_ref() != Some(&self.owner) {
+                    self.suspects.remove(&seen.mark.id);
+                }
                 continue;
             }
             let suspicion = seen.hold.suspicion(&self.owner);

@@ -317,7 +317,7 @@ enum Phase {
 /// Where a claim under way began.
 enum Start {
     Mark(Option<Mark>),
-    Ids,
+    Ids(Vec<i64>),
 }
 
 enum Pending {
@@ -463,7 +463,7 @@ impl Core {
         if self.apart == Apart::No
             && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
         {
-            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until));
+            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until).max(self.claims_wait_until()));
         }
         next.max(now)
     }

@@ -12,7 +12,9 @@ impl Core {
             Apart::No => {
                 let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };
                 let quiet = idle && self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.dry);
-                if quiet || (now >= oldest.plus(SUSPECT_PATIENCE) && now >= self.rest_until) {
+                if now >= self.claims_wait_until()
+                    && (quiet || now >= oldest.plus(SUSPECT_PATIENCE).max(self.rest_until))
+                {
                     self.apart = Apart::Clearing;
                     self.advance_suspects(now);
                 }
@@ -28,6 +30,11 @@ impl Core {
         }
     }
 
+    /// All lanes share one database: while it is in trouble, the trouble of one is the trouble of all.
+    pub(super) fn claims_wait_until(&self) -> Tick {
+        self.lanes.iter().map(|lane| lane.claim_trouble.until).max().unwrap_or_default()
+    }
+
     pub(super) fn claim_suspects(&mut self, now: Tick) {
         let Some((lane, shard, suspicion)) =
             self.suspects.values().min_by_key(|s| s.since).map(|s| (s.lane, s.shard, s.suspicion))
@@ -38,7 +45,6 @@ impl Core {
         let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
         let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
         let ids: Vec<i64> = self.suspects.iter().filter(|(_, s)| alike(s)).map(|(id, _)| *id).take(group).collect();
-        self.suspects.retain(|id, _| !ids.contains(id));
         self.apart = Apart::Serving { since: now, claimed: false };
         let limit = ids.len() as u32;
         self.send_claim(lane, shard, From::Ids(ids), limit, now);
