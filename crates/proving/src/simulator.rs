@@ -159,7 +159,9 @@ struct World {
     order: HashMap<i64, usize>,
     /// Workers that were made to die, freeze or stall: what they held may rightly count as lost with them.
     struck: HashSet<String>,
-    /// Messages taken over from such a worker since their last outcome.
+    /// Workers a poison message killed.
+    poisoned: HashSet<String>,
+    /// Messages taken over from a worker that was struck, since their last outcome.
     unlucky: HashSet<i64>,
     outcomes: Outcomes,
 }
@@ -201,6 +203,7 @@ impl World {
             enqueued: vec![],
             order: HashMap::new(),
             struck: HashSet::new(),
+            poisoned: HashSet::new(),
             unlucky: HashSet::new(),
             outcomes: Outcomes::default(),
             plan,
@@ -491,7 +494,9 @@ impl World {
     ) {
         // A request on its way arrives even if its sender is gone.
         if self.poison.contains(&message.id) {
-            if self.alive(worker, life).is_some() {
+            if let Some(alive) = self.alive(worker, life) {
+                let owner = alive.core.owner().to_owned();
+                self.poisoned.insert(owner);
                 self.note(format_args!("poison {} kills w{worker}", message.id));
                 self.crash(worker);
             }
@@ -538,6 +543,9 @@ impl World {
                             self.mark("taken over");
                             if self.struck.contains(from) {
                                 self.unlucky.insert(message.id);
+                            } else if !self.poisoned.contains(from) {
+                                let lost = format!("P5: {from} is well, and lost message {} to {owner}", message.id);
+                                self.outcomes.violations.push(lost);
                             }
                         }
                         if adopting && message.lease_token > 1 && message.taken_over_from.is_none() {

@@ -57,7 +57,9 @@ fn killed_paused_and_restarted(database: Database) {
     let slow = Answer { status: 200, after: Duration::from_millis(5) };
     let receiver = runtime.block_on(Receiver::start(move |_| slow)).unwrap();
     let home = Home::on(database);
-    prepare(&home, &receiver, &format!("concurrency = 32\nbatch = 64\nlock_lease_sec = {}\n", LEASE.as_secs()));
+    // No request times out while its worker is paused: what is sent again, is sent again for a lost lease and nothing else.
+    let settings = format!("concurrency = 32\nbatch = 64\ntimeout_ms = 60000\nlock_lease_sec = {}\n", LEASE.as_secs());
+    prepare(&home, &receiver, &settings);
     let lines: String = (0..MESSAGES).map(|n| format!("{{\"payload\":{n}}}\n")).collect();
     home.write("messages.ndjson", &lines).run(&["enqueue", "fleet", "--ndjson", "messages.ndjson"]).done();
 
@@ -81,7 +83,7 @@ fn killed_paused_and_restarted(database: Database) {
     workers[2].signal(Signal::KILL);
     workers[2] = start();
     // The others take over what the paused one held; it wakes up with outcomes that may not count any more.
-    wait_long_until("everything has ended", SUSPECTS_TAKE_THEIR_TIME, || live(&home) == 0);
+    wait_until("everything has ended", || live(&home) == 0);
     wake_up.join().unwrap();
     for worker in &workers {
         worker.signal(Signal::TERM);
