@@ -59,6 +59,16 @@ pub(crate) async fn renew(
     Ok(leases.iter().map(|l| held.contains(l)).collect())
 }
 
+/// Notes that the first byte is about to go out, on leases that still run.
+pub(crate) async fn begin(tx: &mut (dyn Tx + Send), owner: &str, lease: Lease) -> Result<bool> {
+    let held = lock_held(tx, &[lease], |hold, token, now| hold.renewable(token, owner, now)).await?;
+    if !held.is_empty() {
+        let truth = if tx.dialect() == Dialect::Postgres { "TRUE" } else { "1" };
+        tx.execute(&format!("UPDATE outbox SET maybe_sent = {truth} WHERE id = ?"), &[lease.id.into()]).await?;
+    }
+    Ok(!held.is_empty())
+}
+
 pub(crate) async fn defer(
     tx: &mut (dyn Tx + Send),
     owner: &str,
@@ -160,12 +170,13 @@ const BACK: &str = "id, lane, shard_id, lease_token, maybe_sent, target, active_
 
 /// Requeues one dead message. One that expired is wanted after all: its `deliver_before` is dropped. Savepoints are not portable, so the active key is looked at before the insert; should
 /// somebody take it in between, the unique index aborts the transaction and the caller runs it again.
-pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
+pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64, lanes: &Lanes, owner: Option<&str>) -> Result<Requeued> {
     let dialect = tx.dialect();
     let sql =
         format!("SELECT lane, active_key FROM outbox_done WHERE id = ? AND status = 'dead'{}", for_update(dialect));
     let rows = tx.query(&sql, &[id.into()]).await?;
     let Some(row) = rows.first() else { return Ok(Requeued::NotDead) };
+    lanes.permit(&row.text(0)?, owner)?;
     if let Some(active_key) = row.opt_bytes(1)? {
         let active_key: Value = if dialect == Dialect::Mysql { active_key.into() } else { row.text(1)?.into() };
         let sql = "SELECT 1 FROM outbox WHERE lane = ? AND active_key = ?";
@@ -191,22 +202,25 @@ pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeue
     Ok(Requeued::Requeued)
 }
 
-/// One bounded batch: lock done rows, delete exactly those.
-pub(crate) async fn prune(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<Pruned> {
+/// Every lane ever registered, configured here or not.
+pub(crate) async fn lane_names(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
+    tx.query("SELECT lane FROM outbox_lanes ORDER BY lane", &[]).await?.iter().map(|row| row.text(0)).collect()
+}
+
+/// One bounded batch of one lane: lock done rows, delete exactly those.
+pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Result<Pruned> {
     let dialect = tx.dialect();
     let skip = if dialect == Dialect::Sqlite || prune.dry_run { "" } else { " FOR UPDATE SKIP LOCKED" };
     let mut ids = Vec::new();
     let mut messages = 0;
     // Status by status, so that each is a range on `idx_done`.
     for status in ["sent", "dead"] {
-        let mut params = Vec::new();
-        let lane = prune.lane.as_deref().map_or("", |_| "lane = ? AND ");
-        params.extend(prune.lane.as_deref().map(Value::from));
+        let mut params = vec![lane.into()];
         let old = tx.now().plus(-micros_of(prune.older_than), &mut params);
         let what = if prune.dry_run { "COUNT(*)" } else { "id" };
         let limit = if prune.dry_run { String::new() } else { format!(" LIMIT {}", prune.limit as usize - ids.len()) };
         let sql = format!(
-            "SELECT {what} FROM outbox_done WHERE {lane}status = '{status}' AND finished_at < {old}{limit}{skip}"
+            "SELECT {what} FROM outbox_done WHERE lane = ? AND status = '{status}' AND finished_at < {old}{limit}{skip}"
         );
         let rows = tx.query(&sql, &params).await?;
         if prune.dry_run {
@@ -230,19 +244,18 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<Pru
         }
         withdraw_permit(tx).await?;
     }
-    Ok(Pruned { messages, keys: prune_keys(tx, prune).await? })
+    Ok(Pruned { messages, keys: prune_keys(tx, lane, prune).await? })
 }
 
 /// Keys go by their own expiry, never while their message is live.
-async fn prune_keys(tx: &mut (dyn Tx + Send), prune: &Prune) -> Result<u64> {
+async fn prune_keys(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Result<u64> {
     let dialect = tx.dialect();
     let column = if dialect == Dialect::Mysql { "k.`key`" } else { "k.key" };
-    let lane = prune.lane.as_deref().map_or("", |_| "k.lane = ? AND ");
-    let mut params: Vec<Value> = prune.lane.as_deref().map(Value::from).into_iter().collect();
+    let mut params: Vec<Value> = vec![lane.into()];
     let now = tx.now().plus(0, &mut params);
     let skip = if dialect == Dialect::Sqlite || prune.dry_run { "" } else { " FOR UPDATE SKIP LOCKED" };
     let sql = format!(
-        "SELECT k.lane, {column} FROM outbox_keys k WHERE {lane}k.expires_at < {now}
+        "SELECT k.lane, {column} FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < {now}
          AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id) LIMIT {}{skip}",
         prune.limit
     );

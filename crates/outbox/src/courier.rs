@@ -1,11 +1,17 @@
 //! Couriers carry one leased message to where it belongs and answer with an [`Outcome`].
 
 use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 
+use crate::error::{Effect, Error, Result};
+use crate::lease::Lease;
 use crate::message::Message;
-use crate::outcome::Outcome;
+use crate::outbox::Outbox;
+use crate::outcome::{Outcome, code};
 
 /// Delivers one message. It never retries by itself: that is what the outcome is for. No transaction is open meanwhile.
 ///
@@ -13,6 +19,47 @@ use crate::outcome::Outcome;
 #[async_trait]
 pub trait Courier: Send + Sync + 'static {
     async fn deliver(&self, message: &Message) -> Outcome;
+
+    /// The same on lanes with [`send_begun`](crate::LaneRules::send_begun). A courier that may still decide not to send
+    /// (its own limits, a look-up first) does so before it commits `begin`.
+    async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
+        match begin.commit().await {
+            Ok(true) => self.deliver(message).await,
+            // Nothing was sent, so nothing is counted; if the lease is lost, giving it back does nothing either.
+            Ok(false) => Outcome::Defer { delay: Duration::ZERO, code: code::LEASE_LOST.into() },
+            Err(_) => Outcome::Defer { delay: Duration::from_secs(1), code: code::STORE_UNAVAILABLE.into() },
+        }
+    }
+}
+
+/// The record that a delivery is about to begin, for destinations that can neither recognise a repeated request nor be
+/// asked about an earlier one: what a dead worker had not begun may safely be sent again.
+pub struct Begin {
+    outbox: Outbox,
+    owner: String,
+    lease: Lease,
+    begun: Arc<AtomicBool>,
+}
+
+impl Begin {
+    pub(crate) fn new(outbox: Outbox, owner: String, lease: Lease) -> Self {
+        Begin { outbox, owner, lease, begun: Arc::default() }
+    }
+
+    /// Commits it. `false`: the lease is lost, send nothing.
+    pub async fn commit(&self) -> Result<bool> {
+        let (outbox, owner, lease) = (self.outbox.clone(), self.owner.clone(), self.lease);
+        // A task of its own: a delivery may be dropped half-way, a transaction may not.
+        let commit = tokio::spawn(async move { outbox.begin(&owner, lease).await });
+        let answer = commit.await.unwrap_or_else(|e| Err(Error::database(e.to_string()).unknown()));
+        let unknown = answer.as_ref().is_err_and(|e| e.effect == Effect::Unknown);
+        self.begun.fetch_or(unknown || matches!(answer, Ok(true)), Ordering::Relaxed);
+        answer
+    }
+
+    pub(crate) fn was_committed(&self) -> bool {
+        self.begun.load(Ordering::Relaxed)
+    }
 }
 
 /// A courier from a closure.

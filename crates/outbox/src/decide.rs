@@ -42,9 +42,21 @@ pub enum Decision {
     },
 }
 
-/// Turns an outcome into what is recorded. `attempts` counts the outcomes before this one.
-pub fn after_delivery(outcome: Outcome, attempts: u32, budgets: &Budgets, chance: f64) -> Decision {
-    let certainty = |reach| if reach == Reach::Unknown { Certainty::MaybeSent } else { Certainty::Unchanged };
+/// What was known of a message before the outcome at hand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Before {
+    pub attempts: u32,
+    /// It is `maybe_sent` only because this very attempt said so before its first byte.
+    pub begun_now: bool,
+}
+
+/// Turns an outcome into what is recorded.
+pub fn after_delivery(outcome: Outcome, before: Before, budgets: &Budgets, chance: f64) -> Decision {
+    let certainty = |reach| match reach {
+        Reach::Unknown => Certainty::MaybeSent,
+        _ if before.begun_now => Certainty::Resolved,
+        _ => Certainty::Unchanged,
+    };
     Decision::Settle(match outcome {
         Outcome::Sent { result_ref } => Verdict::Sent { result_ref, dedup_hit: false },
         Outcome::Defer { delay, code } => return Decision::Defer { delay, code: code.into_owned() },
@@ -56,7 +68,7 @@ pub fn after_delivery(outcome: Outcome, attempts: u32, budgets: &Budgets, chance
         },
         Outcome::Retry { fault, retry_after } => {
             let (code, error, certainty) = (fault.code.into_owned(), fault.error, certainty(fault.reach));
-            let counted = attempts.saturating_add(1);
+            let counted = before.attempts.saturating_add(1);
             if counted >= budgets.max_attempts {
                 Verdict::Dead { code, error, certainty, counted: true }
             } else {
@@ -130,15 +142,19 @@ mod tests {
         Outcome::Retry { fault: Fault::new("HTTP_503", "busy", reach), retry_after }
     }
 
+    fn tried(attempts: u32) -> Before {
+        Before { attempts, ..Before::default() }
+    }
+
     #[test]
     fn the_last_attempt_dies_with_the_last_error() {
         let budgets = Budgets { max_attempts: 3, ..Budgets::default() };
         for attempts in 0..2 {
-            let decision = after_delivery(retry(Reach::Answered, None), attempts, &budgets, 0.5);
+            let decision = after_delivery(retry(Reach::Answered, None), tried(attempts), &budgets, 0.5);
             assert!(matches!(decision, Decision::Settle(Verdict::Retry { .. })), "attempt {attempts}");
         }
         let Decision::Settle(Verdict::Dead { code, error, .. }) =
-            after_delivery(retry(Reach::Answered, None), 2, &budgets, 0.5)
+            after_delivery(retry(Reach::Answered, None), tried(2), &budgets, 0.5)
         else {
             panic!("the third outcome of three must end it")
         };
@@ -149,7 +165,7 @@ mod tests {
     fn retry_after_is_honoured_when_longer_and_capped() {
         let delay = |after: u64| match after_delivery(
             retry(Reach::Answered, Some(Duration::from_secs(after))),
-            0,
+            tried(0),
             &Budgets::default(),
             0.5,
         ) {
@@ -163,13 +179,19 @@ mod tests {
 
     #[test]
     fn an_unanswered_attempt_is_remembered() {
-        let certainty = |reach| match after_delivery(retry(reach, None), 0, &Budgets::default(), 0.5) {
-            Decision::Settle(Verdict::Retry { certainty, .. }) => certainty,
-            other => panic!("{other:?}"),
+        let certainty = |begun_now, reach| {
+            let before = Before { attempts: 0, begun_now };
+            match after_delivery(retry(reach, None), before, &Budgets::default(), 0.5) {
+                Decision::Settle(Verdict::Retry { certainty, .. }) => certainty,
+                other => panic!("{other:?}"),
+            }
         };
-        assert_eq!(certainty(Reach::Unknown), Certainty::MaybeSent);
-        assert_eq!(certainty(Reach::NeverSent), Certainty::Unchanged);
-        assert_eq!(certainty(Reach::Answered), Certainty::Unchanged);
+        assert_eq!(certainty(false, Reach::Unknown), Certainty::MaybeSent);
+        assert_eq!(certainty(false, Reach::NeverSent), Certainty::Unchanged);
+        assert_eq!(certainty(false, Reach::Answered), Certainty::Unchanged);
+        assert_eq!(certainty(true, Reach::Unknown), Certainty::MaybeSent);
+        assert_eq!(certainty(true, Reach::NeverSent), Certainty::Resolved, "it said that it would send, and did not");
+        assert_eq!(certainty(true, Reach::Answered), Certainty::Resolved);
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub enum Kind {
     Invalid,
     /// The lane is not configured.
     UnknownLane,
+    /// The lane belongs to a peer, which has verbs of its own for it.
+    LaneOwned,
     /// Not migrated yet, or migrated by a newer version, or not what it should be.
     Schema,
     /// Anything else the database said.
@@ -87,7 +89,7 @@ impl Error {
     pub fn class(&self) -> Class {
         match self.kind {
             Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable => Class::Retryable,
-            Kind::Conflict => Class::Conflict,
+            Kind::Conflict | Kind::LaneOwned => Class::Conflict,
             Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Database => Class::Fatal,
         }
     }

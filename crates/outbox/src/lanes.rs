@@ -27,8 +27,12 @@ pub struct LaneRules {
     pub audit: bool,
     /// A peer's part in every settle of this lane.
     pub on_settled: Option<Arc<dyn OnSettled>>,
-    /// The peer that owns the lane, and the command that enqueues there; generic enqueue and requeue are refused.
+    /// The command of the peer that owns the lane. Generic enqueue, requeue and prune are refused and name it; the peer
+    /// itself uses [`crate::Outbox::owning`].
     pub owned_by: Option<&'static str>,
+    /// Couriers of this lane commit [`crate::Begin`] before their first byte, so a worker that died without having done so
+    /// has sent nothing. It costs a transaction per delivery.
+    pub send_begun: bool,
 }
 
 impl Default for LaneRules {
@@ -42,6 +46,7 @@ impl Default for LaneRules {
             audit: false,
             on_settled: None,
             owned_by: None,
+            send_begun: false,
         }
     }
 }
@@ -107,6 +112,17 @@ impl Lanes {
                 ),
             )
         })
+    }
+
+    /// Refuses to touch a lane that somebody else owns. Lanes nobody configured any more are free.
+    pub(crate) fn permit(&self, lane: &str, owner: Option<&str>) -> Result<()> {
+        match self.0.get(lane).and_then(|rules| rules.owned_by) {
+            Some(command) if owner != Some(command) => {
+                let message = format!("lane `{lane}` has an owner; use `{command}` instead");
+                Err(Error::new(Kind::LaneOwned, message))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&str, &LaneRules)> {

@@ -31,7 +31,7 @@ mod migrate;
 mod outbox;
 mod settle;
 
-pub use courier::{Courier, FnCourier, courier};
+pub use courier::{Begin, Courier, FnCourier, courier};
 pub use error::{Error, Result};
 pub use inbox::Inbox;
 pub use lanes::{LaneRules, Lanes, OnSettled, Winner};

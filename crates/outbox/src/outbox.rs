@@ -24,6 +24,8 @@ use crate::tx::Tx;
 pub struct Outbox {
     store: Arc<dyn Store>,
     bell: Arc<Bell>,
+    /// What it may touch beyond lanes without an owner.
+    owns: Option<&'static str>,
 }
 
 /// What an enqueue answered, and the bell to ring once it is committed.
@@ -61,7 +63,16 @@ impl Outbox {
     pub fn new(store: Arc<dyn Store>) -> Self {
         let bell =
             Bell { local: watch::Sender::new(0), wanted: AtomicBool::new(false), ringing: tokio::sync::Mutex::new(()) };
-        Outbox { store, bell: Arc::new(bell) }
+        Outbox { store, bell: Arc::new(bell), owns: None }
+    }
+
+    /// The same outbox in the hands of the peer that owns the lanes with this `owned_by`.
+    pub fn owning(&self, owned_by: &'static str) -> Self {
+        Outbox { owns: Some(owned_by), ..self.clone() }
+    }
+
+    fn permit(&self, messages: &[NewMessage]) -> Result<()> {
+        messages.iter().try_for_each(|message| self.lanes().permit(&message.lane, self.owns))
     }
 
     /// Opens `sqlite://…`, `postgres://…` or `mysql://…`. The schema is left as it is; see [`Outbox::migrate`].
@@ -110,6 +121,7 @@ impl Outbox {
                 self.store.dialect().name()
             )));
         }
+        self.permit(messages)?;
         let entries = enqueue::enqueue(tx, self.lanes(), messages).await?;
         Ok(Receipt { entries, outbox: self.clone() })
     }
@@ -117,6 +129,7 @@ impl Outbox {
     /// Enqueues inside a transaction of rusqlite, without a runtime.
     #[cfg(feature = "sqlite")]
     pub fn enqueue_in_sqlite(&self, connection: &rusqlite::Connection, messages: &[NewMessage]) -> Result<Receipt> {
+        self.permit(messages)?;
         let lanes = self.lanes().clone();
         let work = async move |tx: &mut dyn Tx| enqueue::enqueue(tx, &lanes, messages).await;
         let entries = stores::sqlite::on_connection(connection, work)?;
@@ -126,6 +139,7 @@ impl Outbox {
     /// Enqueues in a transaction of its own and wakes workers. If the commit's answer is lost, messages with keys are
     /// sent again (the key makes that harmless); without keys the caller learns that it is unknown.
     pub async fn enqueue(&self, messages: Vec<NewMessage>) -> Result<Vec<Entry>> {
+        self.permit(&messages)?;
         let repeatable = messages.iter().all(|m| m.key.is_some());
         let work = Arc::new((self.lanes().clone(), messages));
         for round in 0.. {
@@ -209,6 +223,16 @@ impl Outbox {
         Ok(self.store.renew(owner, &[lease], extend).await?.first().copied().unwrap_or(false))
     }
 
+    /// Commits that a delivery is about to begin, for lanes with `send_begun`; `false` if the lease is lost.
+    pub(crate) async fn begin(&self, owner: &str, lease: Lease) -> Result<bool> {
+        let owner: Arc<str> = owner.into();
+        transact(&*self.store, Mode::Write, move |tx| {
+            let owner = owner.clone();
+            Box::pin(async move { cold::begin(tx, &owner, lease).await })
+        })
+        .await
+    }
+
     async fn settle_one(&self, lane: &str, owner: &str, lease: Lease, verdict: Verdict) -> Result<Settled> {
         let answers = self.store.settle(lane, owner, &[Settlement::new(lease, verdict)]).await?;
         answers.first().copied().ok_or_else(|| Error::database("a settle without an answer"))
@@ -279,7 +303,13 @@ impl Outbox {
     pub async fn requeue(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
         let mut answers = Vec::with_capacity(ids.len());
         for id in ids {
-            let run = || transact(&*self.store, Mode::Write, move |tx| Box::pin(cold::requeue(tx, id)));
+            let run = || {
+                let (lanes, owns) = (self.lanes().clone(), self.owns);
+                transact(&*self.store, Mode::Write, move |tx| {
+                    let lanes = lanes.clone();
+                    Box::pin(async move { cold::requeue(tx, id, &lanes, owns).await })
+                })
+            };
             answers.push(match run().await {
                 // The active key was taken between the look and the insert.
                 Err(error) if error.kind == Kind::Conflict => run().await?,
@@ -290,13 +320,27 @@ impl Outbox {
         Ok(answers)
     }
 
-    /// Deletes one bounded batch of what ended long enough ago.
+    /// Deletes one bounded batch of what ended long enough ago; of each lane without an owner, if none is named.
     pub async fn prune(&self, prune: Prune) -> Result<Pruned> {
+        if let Some(lane) = prune.lane.clone() {
+            self.lanes().permit(&lane, self.owns)?;
+            return self.prune_lane(lane, prune).await;
+        }
+        let mut all = Pruned::default();
+        let lanes = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::lane_names(tx))).await?;
+        for lane in lanes.into_iter().filter(|lane| self.lanes().permit(lane, self.owns).is_ok()) {
+            let pruned = self.prune_lane(lane, prune.clone()).await?;
+            all = Pruned { messages: all.messages + pruned.messages, keys: all.keys + pruned.keys };
+        }
+        Ok(all)
+    }
+
+    async fn prune_lane(&self, lane: String, prune: Prune) -> Result<Pruned> {
         let mode = if prune.dry_run { Mode::Read } else { Mode::Write };
-        let prune = Arc::new(prune);
+        let work = Arc::new((lane, prune));
         transact(&*self.store, mode, move |tx| {
-            let prune = prune.clone();
-            Box::pin(async move { cold::prune(tx, &prune).await })
+            let work = work.clone();
+            Box::pin(async move { cold::prune(tx, &work.0, &work.1).await })
         })
         .await
     }

@@ -198,4 +198,8 @@ pub mod code {
     pub const COURIER_PANIC: &str = "COURIER_PANIC";
     /// An operator gave the lease back.
     pub const RELEASED: &str = "RELEASED";
+    /// Found out right before the first byte: somebody else has the message.
+    pub const LEASE_LOST: &str = "LEASE_LOST";
+    /// The database could not be told that the delivery begins; nothing was sent.
+    pub const STORE_UNAVAILABLE: &str = "STORE_UNAVAILABLE";
 }

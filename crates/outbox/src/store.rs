@@ -32,6 +32,8 @@ pub struct Claim {
     pub owner: String,
     /// Takeovers are counted up to this: whoever finds a message there buries it, and may die over it too.
     pub max_crashes: u32,
+    /// The lane commits *send begun* before its first byte: a takeover alone does not mean that anything was sent.
+    pub send_begun: bool,
     pub from: From,
 }
 

@@ -15,6 +15,7 @@ use postrider::backoff::Backoff;
 use postrider::clock::Tick;
 use postrider::decide::Budgets;
 use postrider::error::{Effect, Error, Kind};
+use postrider::lease::Lease;
 use postrider::outcome::{Fault, Outcome, Reach};
 use postrider::store::{Claimed, Filter, Mode, Seen, Status, Store, Walked, transact};
 use postrider::stores::sqlite::SqliteStore;
@@ -157,6 +158,9 @@ struct World {
     enqueued: Vec<i64>,
     /// Which message of the plan an id is.
     order: HashMap<i64, usize>,
+    /// Who claimed a message last, and under which token: the only one who may act on it.
+    holders: HashMap<i64, (i64, String)>,
+    settled: HashSet<Lease>,
     /// Workers that were made to die, freeze or stall: what they held may rightly count as lost with them.
     struck: HashSet<String>,
     /// Workers a poison message killed.
@@ -202,6 +206,8 @@ impl World {
             poison: vec![],
             enqueued: vec![],
             order: HashMap::new(),
+            holders: HashMap::new(),
+            settled: HashSet::new(),
             struck: HashSet::new(),
             poisoned: HashSet::new(),
             unlucky: HashSet::new(),
@@ -508,7 +514,7 @@ impl World {
             self.outcomes.received.push(Received { at, id, token, accepted });
         }
         let back = self.now + answer_after;
-        self.at(back, Action::Hear { worker, life, event: Event::Delivered { id, outcome } });
+        self.at(back, Action::Hear { worker, life, event: Event::Delivered { id, outcome, begun: false } });
     }
 
     /// Runs a store operation now, as the connection of a worker that may be dead by the time of the answer.
@@ -536,6 +542,7 @@ impl World {
                 let result = store.claim(&claim).await;
                 if let Ok(claimed) = &result {
                     for message in &claimed.messages {
+                        self.holders.insert(message.id, (message.lease_token, owner.to_owned()));
                         if message.crashes == 0 {
                             self.unlucky.remove(&message.id);
                         }
@@ -570,6 +577,11 @@ impl World {
                 let result = store.settle(LANE, owner, &entries).await;
                 if let Ok(answers) = &result {
                     use postrider::outcome::Settled;
+                    for (entry, answer) in entries.iter().zip(answers) {
+                        // The second time it is only told again what the first time did.
+                        let first = *answer == Settled::Applied && self.settled.insert(entry.lease);
+                        self.check_fence("settled", owner, entry.lease, first);
+                    }
                     if answers.contains(&Settled::LeaseLost) {
                         self.mark("lease lost");
                     }
@@ -577,17 +589,35 @@ impl World {
                         self.mark("settled again after a lost answer");
                     }
                 }
-                answer!(op, Settled, result, |r| format!("{:?} {r:?}", entries.iter().map(|e| e.lease).collect::<Vec<_>>()))
+                answer!(op, Settled, result, |r| format!(
+                    "{:?} {r:?}",
+                    entries.iter().map(|e| e.lease).collect::<Vec<_>>()
+                ))
             }
             Command::Defer { op, leases, delay, code } => {
                 let result = store.defer(owner, &leases, delay, code.as_deref()).await;
+                for (lease, given) in leases.iter().zip(result.as_deref().unwrap_or_default()) {
+                    self.check_fence("gave back", owner, *lease, *given);
+                }
                 answer!(op, Deferred, result, |r| format!("{leases:?} {r:?}"))
             }
             Command::Renew { op, leases, lease } => {
                 self.mark("renewed");
-                answer!(op, Renewed, store.renew(owner, &leases, lease).await, |r| format!("{leases:?} {r:?}"))
+                let result = store.renew(owner, &leases, lease).await;
+                for (lease, kept) in leases.iter().zip(result.as_deref().unwrap_or_default()) {
+                    self.check_fence("renewed", owner, *lease, *kept);
+                }
+                answer!(op, Renewed, result, |r| format!("{leases:?} {r:?}"))
             }
             Command::Deliver { .. } | Command::Abort { .. } => unreachable!("not a store operation"),
+        }
+    }
+
+    fn check_fence(&mut self, did: &str, owner: &str, lease: Lease, applied: bool) {
+        let holder = self.holders.get(&lease.id);
+        if applied && holder.is_none_or(|(token, name)| *token != lease.token || name != owner) {
+            let broken = format!("S6: {owner} {did} {lease:?}, which belongs to {holder:?}");
+            self.outcomes.violations.push(broken);
         }
     }
 

@@ -67,7 +67,7 @@ impl From<Error> for Failure {
         let code = match error.kind {
             Kind::Invalid | Kind::UnknownLane | Kind::Schema => 2,
             Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable => 3,
-            Kind::Conflict | Kind::Database => 1,
+            Kind::Conflict | Kind::LaneOwned | Kind::Database => 1,
         };
         let mut message = error.to_string();
         if error.kind == Kind::Unreachable && !message.contains(';') {

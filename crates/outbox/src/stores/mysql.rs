@@ -448,11 +448,11 @@ async fn lock_candidates(
 async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages: Vec<Message>) -> Result<Claimed> {
     let (owner, lease) = (literal(&claim.owner), micros_of(claim.lease));
     let ids = list(messages.iter().map(|m| m.id));
-    let max_crashes = claim.max_crashes;
+    let (max_crashes, unsure) = (claim.max_crashes, !claim.send_begun);
     // `crashes` and `maybe_sent` before `locked_by`: assignments run from left to right.
     let update = format!(
         "UPDATE outbox FORCE INDEX (PRIMARY) SET crashes = GREATEST(crashes, LEAST(crashes + (locked_by IS NOT NULL AND locked_by <> {owner}), {max_crashes})),
-                maybe_sent = maybe_sent OR (locked_by IS NOT NULL AND locked_by <> {owner}), lease_token = lease_token + 1,
+                maybe_sent = maybe_sent OR ({unsure} AND locked_by IS NOT NULL AND locked_by <> {owner}), lease_token = lease_token + 1,
                 locked_by = {owner}, locked_at = {now}, lease_until = {now} + INTERVAL {lease} MICROSECOND, updated_at = {now}
          WHERE id IN ({ids})"
     );
@@ -496,7 +496,7 @@ fn message_of(row: &Row, claim: &Claim) -> Result<Message> {
         lease_token: hold.mint(),
         attempts: row.int(4)? as u32,
         crashes: hold.suspicion(&claim.owner).min(claim.max_crashes.max(hold.crashes)),
-        maybe_sent: row.bool(6)? || takeover,
+        maybe_sent: row.bool(6)? || (takeover && !claim.send_begun),
         target: row.opt_text(7)?,
         active_key: row.opt_text(8)?,
         payload: row.opt_bytes(9)?.unwrap_or_else(Bytes::new),

@@ -11,9 +11,10 @@ use futures_util::{TryStreamExt, future::join4, pin_mut};
 use tokio::sync::Notify;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use tokio_postgres::{Client, Config, Statement};
+use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
-use super::{Options, Skew, rerun, settle_by_parts, without_password};
+use super::{Options, Skew, postgres_tls, rerun, settle_by_parts, without_password};
 use crate::cold;
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
@@ -44,6 +45,7 @@ pub struct PostgresStore {
 
 struct Connector {
     config: Config,
+    tls: MakeRustlsConnect,
     shown: String,
 }
 
@@ -59,24 +61,12 @@ impl Drop for Connection {
     }
 }
 
-fn tls() -> tokio_postgres_rustls::MakeRustlsConnect {
-    let roots = rustls::RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map(|builder| builder.with_root_certificates(roots).with_no_client_auth());
-    match config {
-        Ok(config) => tokio_postgres_rustls::MakeRustlsConnect::new(config),
-        Err(_) => unreachable!("ring supports the default protocol versions"),
-    }
-}
-
 #[async_trait]
 impl Connect for Connector {
     type Connection = Connection;
 
     async fn connect(&self) -> Result<Connection> {
-        let (client, connection) = self.config.connect(tls()).await.map_err(|e| {
+        let (client, connection) = self.config.connect(self.tls.clone()).await.map_err(|e| {
             let mut error = classify(&e);
             error.kind = Kind::Unreachable;
             error.during(&format!("cannot connect to {}", self.shown))
@@ -146,7 +136,7 @@ pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
     Error::new(kind, format!("PostgreSQL: {} ({}){advice}", db.message(), db.code().code()))
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -320,18 +310,12 @@ fn now_sql(skew: i64) -> String {
 
 impl PostgresStore {
     pub fn open(url: &str, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
-        let mut config: Config = url.parse().map_err(|e: tokio_postgres::Error| {
-            Error::invalid(format!(
-                "`{}` is no PostgreSQL URL: {}; write postgres://USER:PASSWORD@HOST:5432/DATABASE",
-                without_password(url),
-                chain(&e)
-            ))
-        })?;
+        let (mut config, tls) = postgres_tls::configure(url)?;
         config.application_name("postrider").connect_timeout(options.deadline).keepalives(true);
         config.keepalives_idle(Duration::from_secs(30)).tcp_user_timeout(options.deadline);
         let shown = without_password(url);
-        let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone())));
-        let pool = Pool::new(Connector { config, shown }, &options);
+        let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
+        let pool = Pool::new(Connector { config, tls, shown }, &options);
         Ok(PostgresStore { lanes, skew: Arc::default(), pool, silence: options.silence(), listener })
     }
 
@@ -391,7 +375,7 @@ const CLAIMED: &str = "o.id, o.shard_id, o.due_at, o.lease_until, o.lease_token,
                        o.payload, o.content_type, o.headers, o.payload_sha, o.correlation_id, o.created_at, o.deliver_before, c.previous";
 
 /// The claim, as text: also what the EXPLAIN test looks at. $1 lane, $2 shard, $3 owner, $4 limit, $5 lease in
-/// microseconds, $6/$7 mark, $8 ids, $9 the most crashes counted.
+/// microseconds, $6/$7 mark, $8 ids, $9 the most crashes counted, $10 does the lane commit *send begun*?
 #[doc(hidden)]
 pub fn claim_sql(from: &From, now: &str) -> String {
     let free = format!("(lease_until IS NULL OR lease_until < (SELECT {now}))");
@@ -421,7 +405,7 @@ pub fn claim_sql(from: &From, now: &str) -> String {
          UPDATE outbox o SET lease_token = o.lease_token + 1, locked_by = $3, locked_at = {now},
                 lease_until = {now} + $5::bigint * INTERVAL '1 microsecond', updated_at = {now},
                 crashes = GREATEST(o.crashes, LEAST(o.crashes + CASE WHEN o.locked_by <> $3 THEN 1 ELSE 0 END, $9)),
-                maybe_sent = o.maybe_sent OR coalesce(o.locked_by <> $3, FALSE)
+                maybe_sent = o.maybe_sent OR (coalesce(o.locked_by <> $3, FALSE) AND NOT $10::boolean)
          FROM c WHERE o.id = c.id AND {again}
          RETURNING {CLAIMED}"
     )
@@ -539,8 +523,18 @@ impl Store for PostgresStore {
         let (shard, limit, lease) = (claim.shard as i32, i64::from(claim.limit), micros_of(claim.lease));
         let sql = claim_sql(&claim.from, &self.now());
         let max_crashes = claim.max_crashes as i32;
-        let params: [&(dyn ToSql + Sync); 9] =
-            [&claim.lane, &shard, &claim.owner, &limit, &lease, &mark.due_at, &mark.id, &ids, &max_crashes];
+        let params: [&(dyn ToSql + Sync); 10] = [
+            &claim.lane,
+            &shard,
+            &claim.owner,
+            &limit,
+            &lease,
+            &mark.due_at,
+            &mark.id,
+            &ids,
+            &max_crashes,
+            &claim.send_begun,
+        ];
         let (rows, now) = self.one(&sql, &params).await?;
         let mut messages =
             rows.iter().map(|row| message_of(row, claim)).collect::<Result<Vec<_>, _>>().map_err(|e| classify(&e))?;
@@ -662,6 +656,7 @@ impl super::Shortcut for PostgresStore {
 /// A connection of its own that LISTENs, reconnecting for ever; started when somebody first waits.
 struct Listener {
     config: Config,
+    tls: MakeRustlsConnect,
     heard: Arc<Notify>,
     task: std::sync::OnceLock<tokio::task::JoinHandle<()>>,
 }
@@ -675,19 +670,19 @@ impl Drop for Listener {
 }
 
 impl Listener {
-    fn new(config: Config) -> Self {
-        Listener { config, heard: Arc::default(), task: std::sync::OnceLock::new() }
+    fn new(config: Config, tls: MakeRustlsConnect) -> Self {
+        Listener { config, tls, heard: Arc::default(), task: std::sync::OnceLock::new() }
     }
 
     async fn wait(self: Arc<Self>) {
-        self.task.get_or_init(|| tokio::spawn(listen(self.config.clone(), self.heard.clone())));
+        self.task.get_or_init(|| tokio::spawn(listen(self.config.clone(), self.tls.clone(), self.heard.clone())));
         self.heard.notified().await;
     }
 }
 
-async fn listen(config: Config, heard: Arc<Notify>) {
+async fn listen(config: Config, tls: MakeRustlsConnect, heard: Arc<Notify>) {
     loop {
-        if let Ok((client, mut connection)) = config.connect(tls()).await {
+        if let Ok((client, mut connection)) = config.connect(tls.clone()).await {
             let listening = client.batch_execute("LISTEN postrider");
             let messages = async {
                 while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {

@@ -383,7 +383,9 @@ pub fn claim_sql(from: &From) -> String {
             "INDEXED BY idx_claim",
             format!("({free} OR locked_by = ?4) AND {ordinary} AND id NOT IN (SELECT value FROM json_each(?7))"),
         ),
-        From::Ids(_) => ("NOT INDEXED", format!("({free} OR locked_by = ?4) AND id IN (SELECT value FROM json_each(?7))")),
+        From::Ids(_) => {
+            ("NOT INDEXED", format!("({free} OR locked_by = ?4) AND id IN (SELECT value FROM json_each(?7))"))
+        }
     };
     format!(
         "SELECT {CLAIMED} FROM outbox {index} WHERE lane = ?1 AND shard_id = ?2 AND due_at <= ?3 AND (due_at, id) >= (?5, ?6)
@@ -468,7 +470,7 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
         lease_token: hold.mint(),
         attempts: row.get(4)?,
         crashes: hold.suspicion(&claim.owner).min(claim.max_crashes.max(hold.crashes)),
-        maybe_sent: row.get::<_, bool>(6)? || takeover,
+        maybe_sent: row.get::<_, bool>(6)? || (takeover && !claim.send_begun),
         target: text(7)?,
         active_key: text(8)?,
         payload: bytes(9)?,

@@ -16,7 +16,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::core::{Command, Core, Event, LaneSettings, Settings, Tally};
 use crate::clock::{self, Tick};
-use crate::courier::Courier;
+use crate::courier::{Begin, Courier};
 use crate::error::{Error, Result};
 use crate::message::Message;
 use crate::outbox::Outbox;
@@ -94,6 +94,7 @@ impl Worker {
         for lane in &mut self.lanes {
             let rules = self.outbox.lanes().get(&lane.lane)?;
             lane.dedup = rules.dedup;
+            lane.send_begun = rules.send_begun;
             if let Some(wrong) = lane.shards.iter().find(|s| **s >= rules.shards) {
                 return Err(Error::invalid(format!(
                     "lane `{}` has {} shards; there is no shard {wrong}",
@@ -121,8 +122,11 @@ impl Worker {
 async fn sweep(outbox: Outbox) {
     loop {
         tokio::time::sleep(Duration::from_secs(30).mul_f64(0.5 + clock::chance())).await;
-        let lanes: Vec<(String, Duration)> =
-            outbox.lanes().iter().map(|(lane, rules)| (lane.to_owned(), rules.retention)).collect();
+        // Owners prune their own lanes, together with what they keep beside them.
+        let lanes: Vec<(String, Duration)> = (outbox.lanes().iter())
+            .filter(|(_, rules)| rules.owned_by.is_none())
+            .map(|(lane, rules)| (lane.to_owned(), rules.retention))
+            .collect();
         for (lane, retention) in lanes {
             // Zero keeps no sent rows at all, and the dead until somebody purges them; expired keys go in any case.
             let retention = if retention.is_zero() { Duration::from_secs(3650 * 24 * 3600) } else { retention };
@@ -146,6 +150,8 @@ struct Driver {
     outbox: Outbox,
     store: Arc<dyn Store>,
     couriers: Vec<Arc<dyn Courier>>,
+    /// Which lanes commit *send begun*.
+    begins: Vec<bool>,
     sender: UnboundedSender<Event>,
     events: UnboundedReceiver<Event>,
     running: HashMap<i64, tokio::task::AbortHandle>,
@@ -156,6 +162,7 @@ impl Driver {
         let (sender, events) = unbounded_channel();
         let store = outbox.store().clone();
         Driver {
+            begins: settings.lanes.iter().map(|lane| lane.send_begun).collect(),
             core: Core::new(settings, Tick::now()),
             outbox,
             store,
@@ -267,16 +274,20 @@ impl Driver {
     /// Polls the delivery once on the spot; only what has to wait becomes a task.
     fn deliver(&mut self, lane: usize, message: Box<Message>) -> bool {
         let (courier, sender, id) = (self.couriers[lane].clone(), self.sender.clone(), message.id);
-        let mut delivery = Box::pin(async move { deliver_guarded(courier, message).await });
+        let begin =
+            self.begins[lane].then(|| Begin::new(self.outbox.clone(), self.core.owner().to_owned(), message.lease()));
+        let mut delivery = Box::pin(async move {
+            let outcome = deliver_guarded(courier, message, begin.as_ref()).await;
+            Event::Delivered { id, outcome, begun: begin.is_some_and(|b| b.was_committed()) }
+        });
         match delivery.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(outcome) => {
-                let _ = sender.send(Event::Delivered { id, outcome });
+            Poll::Ready(event) => {
+                let _ = sender.send(event);
                 true
             }
             Poll::Pending => {
                 let task = tokio::spawn(async move {
-                    let outcome = delivery.await;
-                    let _ = sender.send(Event::Delivered { id, outcome });
+                    let _ = sender.send(delivery.await);
                 });
                 self.running.insert(id, task.abort_handle());
                 false
@@ -286,8 +297,12 @@ impl Driver {
 }
 
 /// A courier that panics has failed one delivery, not the worker.
-async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>) -> Outcome {
-    match AssertUnwindSafe(courier.deliver(&message)).catch_unwind().await {
+async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>, begin: Option<&Begin>) -> Outcome {
+    let delivery = match begin {
+        Some(begin) => courier.deliver_begun(&message, begin),
+        None => courier.deliver(&message),
+    };
+    match AssertUnwindSafe(delivery).catch_unwind().await {
         Ok(outcome) => outcome,
         Err(panic) => {
             let words = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());

@@ -32,6 +32,7 @@ on_every_store! {
     takeovers_add_up_and_an_outcome_forgets_them,
     suspects_are_not_in_ordinary_claims,
     adoption_after_a_lost_answer,
+    adoption_of_suspects_by_id,
     adoption_leaves_out_what_is_in_flight,
     adoption_takes_ordinary_rows_too,
     adoption_does_not_touch_what_others_hold,
@@ -407,6 +408,22 @@ async fn adoption_after_a_lost_answer(db: Database) {
     assert_eq!(db.settle("a", "w", lost[0].lease(), Verdict::sent()).await, Settled::LeaseLost);
     assert!(!db.renew("w", lost[0].lease()).await);
     assert_eq!(db.settle("a", "w", adopted[0].lease(), Verdict::sent()).await, Settled::Applied);
+}
+
+/// A suspect whose claim went unanswered is its claimer's all the same: asked for again, it costs no crash.
+async fn adoption_of_suspects_by_id(db: Database) {
+    let id = db.put("a", "suspect").await;
+    for n in 0..4 {
+        db.claim_ids("a", &format!("crashed {n}"), &[id]).await;
+        db.advance(secs(100));
+    }
+    let lost = db.claim_ids("a", "w", &[id]).await;
+    assert_eq!((lost[0].crashes, lost[0].lease_token), (4, 5));
+    assert!(db.claim_ids("a", "another", &[id]).await.is_empty(), "nobody else gets it");
+    let again = db.claim_ids("a", "w", &[id]).await;
+    assert_eq!((again[0].crashes, again[0].lease_token), (4, 6));
+    assert_eq!(again[0].taken_over_from, None);
+    assert_eq!(db.settle("a", "w", again[0].lease(), Verdict::sent()).await, Settled::Applied);
 }
 
 async fn adoption_leaves_out_what_is_in_flight(db: Database) {

@@ -263,7 +263,7 @@ impl Oracle {
             }
             Op::ClaimIds { lane, owner, ago, limit } => {
                 let ids: Vec<usize> = ago.iter().filter_map(|ago| named(self.rows.len(), *ago)).collect();
-                self.claim(*lane, OWNERS[*owner], *limit, 1, false, Some(&ids))
+                self.claim(*lane, OWNERS[*owner], *limit, 1, true, Some(&ids))
             }
             Op::Settle { ago, twist, verdict, delay, again } => match shown(&self.given, *ago, *twist) {
                 Some(lease) => format!("{:?}", self.settle(lease, *verdict, *delay, *again)),

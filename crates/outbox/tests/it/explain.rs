@@ -118,7 +118,7 @@ async fn postgres_plans() {
                 From::Adopt { mark, .. } => (mark.unwrap_or_default(), array(100)),
                 From::Ids(_) => (Mark::default(), array(100)),
             };
-            let values = format!("'a', 0, 'v', 256, 60000000, '{}', {}, {known}, 5", mark.due_at, mark.id);
+            let values = format!("'a', 0, 'v', 256, 60000000, '{}', {}, {known}, 5, FALSE", mark.due_at, mark.id);
             let sql = postrider::stores::postgres::claim_sql(&from, "clock_timestamp()");
             for plan in postgres_plans_of(&client, &sql, &values).await {
                 assert!(!plan.contains("Seq Scan on outbox"), "{from:?}\n{plan}");

@@ -42,6 +42,9 @@ pub struct Database {
     folder: Option<Arc<tempfile::TempDir>>,
 }
 
+/// Owns the lane `owned`.
+pub const OWNER: &str = "shop pay";
+
 /// The lanes every case may use.
 pub fn lanes() -> Lanes {
     let plain = LaneRules::default;
@@ -55,6 +58,8 @@ pub fn lanes() -> Lanes {
         .with("sharded", LaneRules { shards: 8, ..plain() })
         .with("memory", LaneRules { audit: true, dedup: true, ..plain() })
         .with("orders", plain())
+        .with("careful", LaneRules { send_begun: true, ..plain() })
+        .with("owned", LaneRules { owned_by: Some(OWNER), ..plain() })
 }
 
 pub const fn secs(n: u64) -> Duration {
@@ -267,7 +272,7 @@ impl Database {
 }
 
 pub fn claim_of(lane: &str, owner: &str, limit: u32, lease: Duration, from: From) -> Claim {
-    Claim { lane: lane.into(), shard: 0, limit, lease, owner: owner.into(), from, max_crashes: 5 }
+    Claim { lane: lane.into(), shard: 0, limit, lease, owner: owner.into(), from, max_crashes: 5, send_begun: false }
 }
 
 pub fn retry(delay: Duration) -> Verdict {

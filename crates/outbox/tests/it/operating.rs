@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use postrider::error::Kind;
 use postrider::message::sha256;
-use postrider::outcome::{Outcome, Settled, Verdict};
-use postrider::store::{Filter, Prune, Requeued, Status};
-use postrider::{Enqueued, LaneRules, Lanes, NewMessage, Worker, courier};
+use postrider::outcome::{Outcome, Reach, Settled, Verdict};
+use postrider::store::{Claim, Filter, From, Prune, Requeued, Status};
+use postrider::worker::core::LaneSettings;
+use postrider::{Begin, Courier, Enqueued, LaneRules, Lanes, Message, NewMessage, Worker, courier};
 
-use crate::harness::{Database, created, dead, lanes, on_every_store, retry, secs};
+use crate::harness::{Database, OWNER, claim_of, created, dead, lanes, on_every_store, retry, secs};
 
 on_every_store! {
     p6_requeue_brings_a_dead_message_back,
@@ -30,6 +32,9 @@ on_every_store! {
     seize_takes_whatever_is_live,
     seize_then_settle_or_defer,
     release_sets_maybe_sent_on_a_leased_row_only,
+    send_begun_is_what_a_takeover_remembers,
+    send_begun_is_taken_back_by_a_definite_outcome,
+    an_owned_lane_refuses_everybody_else,
     prune_is_bounded,
     prune_takes_its_lane_only,
     prune_dry_run_changes_nothing,
@@ -330,6 +335,107 @@ async fn release_sets_maybe_sent_on_a_leased_row_only(db: Database) {
 }
 
 // ---- prune ----
+
+// ---- send begun, owned lanes ----
+
+/// Dies (never answers) before or after it said that it begins; refuses definitely; or delivers.
+struct Careful {
+    dies: Option<bool>,
+    outcome: Outcome,
+}
+
+#[async_trait::async_trait]
+impl Courier for Careful {
+    async fn deliver(&self, _: &Message) -> Outcome {
+        self.outcome.clone()
+    }
+
+    async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
+        if self.dies == Some(false) {
+            std::future::pending::<()>().await;
+        }
+        assert!(begin.commit().await.unwrap(), "the lease is ours");
+        if self.dies == Some(true) {
+            std::future::pending::<()>().await;
+        }
+        self.deliver(message).await
+    }
+}
+
+/// Runs a worker on the lane `careful` until `until` holds, then makes an end of it without a drain.
+async fn work_and_die(db: &Database, courier: Careful, until: impl AsyncFn() -> bool) {
+    let settings = LaneSettings { lease: secs(30), ..LaneSettings::new("careful") };
+    let worker = Worker::new(db.outbox.clone()).lane_with(settings, Arc::new(courier)).run(std::future::pending());
+    let worker = tokio::spawn(worker);
+    tokio::time::timeout(secs(30), async {
+        while !until().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await
+    .expect("it comes about");
+    worker.abort();
+}
+
+async fn maybe_sent(db: &Database, id: i64) -> bool {
+    db.sql(&format!("SELECT maybe_sent FROM outbox WHERE id = {id}")).await[0].bool(0).expect("a flag")
+}
+
+async fn send_begun_is_what_a_takeover_remembers(db: Database) {
+    for (begins, name) in [(false, "before"), (true, "after")] {
+        let id = db.put("careful", name).await;
+        let dies = Careful { dies: Some(begins), outcome: Outcome::sent() };
+        work_and_die(&db, dies, async || db.status(id).await == Status::Leased && maybe_sent(&db, id).await == begins)
+            .await;
+        db.advance(secs(100));
+        let claim = Claim { send_begun: true, ..claim_of("careful", "next", 10, secs(60), From::Mark(None)) };
+        let claimed = db.outbox.store().claim(&claim).await.unwrap().messages;
+        assert_eq!((claimed.len(), claimed[0].crashes), (1, 1));
+        assert_eq!((claimed[0].maybe_sent, maybe_sent(&db, id).await), (begins, begins), "died {name} the first byte");
+        assert_eq!(db.settle("careful", "next", claimed[0].lease(), Verdict::sent()).await, Settled::Applied);
+    }
+}
+
+async fn send_begun_is_taken_back_by_a_definite_outcome(db: Database) {
+    for (reach, maybe) in [(Reach::NeverSent, false), (Reach::Unknown, true), (Reach::Answered, true)] {
+        // Once it may have been sent, only a definite resolution says otherwise; a refusal of a later attempt is none.
+        let id = match reach {
+            Reach::Answered => db.sql("SELECT MAX(id) FROM outbox").await[0].int(0).unwrap(),
+            _ => db.put("careful", "x").await,
+        };
+        let before = db.show(id).await.attempts;
+        let refused = Careful { dies: None, outcome: Outcome::retry("REFUSED", "no", reach) };
+        work_and_die(&db, refused, async || db.show(id).await.attempts == before + 1).await;
+        assert_eq!(maybe_sent(&db, id).await, maybe, "{reach:?}");
+        db.advance(secs(3600));
+    }
+}
+
+async fn an_owned_lane_refuses_everybody_else(db: Database) {
+    let owner = db.outbox.owning(OWNER);
+    let message = || NewMessage::new("owned", "x");
+    let refused = db.outbox.enqueue(vec![NewMessage::new("a", "free"), message()]).await.unwrap_err();
+    assert_eq!(refused.kind, Kind::LaneOwned);
+    assert!(refused.message.contains(OWNER), "it names the command to use: {refused}");
+    assert_eq!(db.counts().await, [0; 4], "nothing half-written");
+    assert_eq!(db.outbox.owning("somebody else").enqueue(vec![message()]).await.unwrap_err().kind, Kind::LaneOwned);
+
+    let id = created(owner.enqueue(vec![message()]).await.unwrap()[0]);
+    let lease = db.claim_one("owned", "w").await.lease();
+    db.settle("owned", "w", lease, dead("BAD")).await;
+    assert_eq!(db.outbox.requeue(vec![id]).await.unwrap_err().kind, Kind::LaneOwned);
+    assert_eq!(owner.requeue(vec![id]).await.unwrap(), [Requeued::Requeued]);
+    let lease = db.claim_one("owned", "w").await.lease();
+    db.settle("owned", "w", lease, dead("BAD")).await;
+
+    db.advance(secs(1000));
+    let prune =
+        |lane: Option<&str>| Prune { lane: lane.map(str::to_owned), older_than: secs(1), limit: 10, dry_run: false };
+    assert_eq!(db.outbox.prune(prune(Some("owned"))).await.unwrap_err().kind, Kind::LaneOwned);
+    assert_eq!(db.outbox.prune(prune(None)).await.unwrap().messages, 0, "all lanes means all that have no owner");
+    assert_eq!(db.status(id).await, Status::Dead);
+    assert_eq!(owner.prune(prune(Some("owned"))).await.unwrap().messages, 1);
+}
 
 async fn prune_is_bounded(db: Database) {
     for n in 0..12 {

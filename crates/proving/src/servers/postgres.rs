@@ -102,3 +102,20 @@ fn version_folders() -> Vec<PathBuf> {
     versions.sort_unstable_by(|a, b| b.cmp(a));
     versions.into_iter().map(|version| format!("/usr/lib/postgresql/{version}/bin").into()).collect()
 }
+
+impl super::Server<Engine> {
+    /// Restarts the server with a certificate of the caller's, so that it also speaks TLS.
+    pub fn speak_tls(&mut self, certificate_pem: &str, key_pem: &str) -> io::Result<()> {
+        use std::os::unix::fs::OpenOptionsExt;
+        let data = self.engine.data();
+        for (name, pem) in [("server.crt", certificate_pem), ("server.key", key_pem)] {
+            let path = data.join(name);
+            // It refuses a key that others could read.
+            let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
+            file.write_all(pem.as_bytes())?;
+            self.engine.account.give(&path)?;
+        }
+        writeln!(OpenOptions::new().append(true).open(data.join("postgresql.conf"))?, "ssl = on")?;
+        self.start_again()
+    }
+}

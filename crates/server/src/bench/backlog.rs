@@ -65,6 +65,7 @@ async fn claim_cost(outbox: &postrider::Outbox, scratch: &Scratch) -> Result<(f6
             lease: Duration::from_secs(600),
             owner: "bench:1:claims".to_owned(),
             max_crashes: 5,
+            send_begun: false,
             from: From::Mark(mark),
         };
         let start = Tick::now();

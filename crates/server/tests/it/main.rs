@@ -13,4 +13,5 @@ mod outage;
 mod receiver;
 mod scratch;
 mod terminal;
+mod tls;
 mod worker;

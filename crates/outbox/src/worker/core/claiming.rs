@@ -78,6 +78,7 @@ impl Core {
             lease: lane.settings.lease,
             owner: self.owner.clone(),
             max_crashes: lane.settings.budgets.max_crashes,
+            send_begun: lane.settings.send_begun,
             from,
         };
         let from = match &claim.from {
@@ -185,6 +186,7 @@ impl Core {
             lane: index,
             token: message.lease_token,
             attempts: message.attempts,
+            maybe_sent: message.maybe_sent,
             until,
             state: State::Ready { checked: !dedup },
             target: message.target.clone(),

@@ -44,7 +44,7 @@ impl Core {
         }
     }
 
-    pub(super) fn delivered(&mut self, id: i64, outcome: Outcome, now: Tick) {
+    pub(super) fn delivered(&mut self, id: i64, outcome: Outcome, begun: bool, now: Tick) {
         let chance = self.rng.f64();
         let Some(held) = self.held.get_mut(&id).filter(|h| h.state == State::Running) else { return };
         let lane = &mut self.lanes[held.lane];
@@ -59,7 +59,8 @@ impl Core {
         }
         held.state = State::Settling;
         let lease = Lease { id, token: held.token };
-        match decide::after_delivery(outcome, held.attempts, &lane.settings.budgets, chance) {
+        let before = Before { attempts: held.attempts, begun_now: begun && !held.maybe_sent };
+        match decide::after_delivery(outcome, before, &lane.settings.budgets, chance) {
             Decision::Settle(verdict) => lane.add_verdict(Settlement::new(lease, verdict), now),
             Decision::Defer { delay, code } => lane.give_back.push((lease, delay, Some(code))),
         }

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use crate::clock::Tick;
-use crate::decide::{self, Budgets, Decision};
+use crate::decide::{self, Before, Budgets, Decision};
 use crate::error::{Effect, Error, Kind};
 use crate::lease::Lease;
 use crate::message::{Message, Sha};
@@ -46,6 +46,7 @@ pub struct LaneSettings {
     pub poll: Duration,
     pub budgets: Budgets,
     pub dedup: bool,
+    pub send_begun: bool,
 }
 
 impl LaneSettings {
@@ -60,6 +61,7 @@ impl LaneSettings {
             poll: Duration::from_millis(500),
             budgets: Budgets::default(),
             dedup: false,
+            send_begun: false,
         }
     }
 
@@ -163,6 +165,8 @@ pub enum Event {
     Delivered {
         id: i64,
         outcome: Outcome,
+        /// *Send begun* was committed for it.
+        begun: bool,
     },
     /// There may be new work.
     Wake,
@@ -202,6 +206,8 @@ struct Held {
     lane: usize,
     token: i64,
     attempts: u32,
+    /// An earlier attempt may have arrived.
+    maybe_sent: bool,
     /// Until when the lease surely lasts, counted from before the claim was sent.
     until: Tick,
     state: State,
@@ -473,7 +479,7 @@ impl Core {
         match event {
             Event::Wake => self.lanes.iter_mut().flat_map(|l| &mut l.shards).for_each(|s| s.hungry = true),
             Event::Shutdown => self.begin_drain(now),
-            Event::Delivered { id, outcome } => self.delivered(id, outcome, now),
+            Event::Delivered { id, outcome, begun } => self.delivered(id, outcome, begun, now),
             Event::Claimed { op, result } => self.claimed(op, result, now),
             Event::Walked { op, result } => self.walked(op, result, now),
             Event::Deduped { op, result } => self.deduped(op, result, now),
@@ -518,7 +524,7 @@ impl Core {
         for id in running {
             self.commands.push(Command::Abort { id });
             let error = "aborted at shutdown with the request under way";
-            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, Reach::Unknown), now);
+            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, Reach::Unknown), false, now);
         }
     }
 }
