@@ -107,6 +107,25 @@ pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[St
     Ok(woken)
 }
 
+/// Pauses a lane or resumes it; answers whether that changed anything.
+pub(crate) async fn pause(tx: &mut (dyn Tx + Send), lane: &str, paused: bool) -> Result<bool> {
+    if !paused {
+        return Ok(tx.execute("DELETE FROM outbox_pauses WHERE lane = ?", &[lane.into()]).await? > 0);
+    }
+    let (verb, tail) = match tx.dialect() {
+        Dialect::Mysql => ("INSERT IGNORE", ""),
+        _ => ("INSERT", " ON CONFLICT DO NOTHING"),
+    };
+    let mut params = vec![lane.into()];
+    let now = tx.now().plus(0, &mut params);
+    let sql = format!("{verb} INTO outbox_pauses (lane, paused_at) VALUES (?, {now}){tail}");
+    Ok(tx.execute(&sql, &params).await? > 0)
+}
+
+pub(crate) async fn paused(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
+    tx.query("SELECT lane FROM outbox_pauses ORDER BY lane", &[]).await?.iter().map(|row| row.text(0)).collect()
+}
+
 pub(crate) async fn seize(
     tx: &mut (dyn Tx + Send),
     owner: &str,

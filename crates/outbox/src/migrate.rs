@@ -4,13 +4,21 @@
 use crate::error::{Error, Kind, Result};
 use crate::tx::{Dialect, Tx};
 
-pub(crate) struct Migration {
+/// One step of a schema: the same number and name on all three databases. A MySQL file is split at `-- step` lines, one
+/// statement each, because every one commits.
+#[derive(Clone, Copy, Debug)]
+pub struct Migration {
     pub version: i64,
     pub name: &'static str,
-    sqlite: &'static str,
-    postgres: &'static str,
-    mysql: &'static str,
+    pub sqlite: &'static str,
+    pub postgres: &'static str,
+    pub mysql: &'static str,
 }
+
+/// The migrations of the kernel and of the parts that share its database. Each part has a hundred versions of its own
+/// (the kernel 1 to 99, the others up to [`LAST_PART`]), so that one may be there that this binary does not have.
+#[derive(Clone, Debug)]
+pub struct Schema(Vec<Migration>);
 
 macro_rules! migrations {
     ($($version:literal $name:literal),* $(,)?) => {
@@ -24,7 +32,41 @@ macro_rules! migrations {
     };
 }
 
-pub(crate) const MIGRATIONS: &[Migration] = migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql"];
+const MIGRATIONS: &[Migration] = migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses"];
+
+/// Versions beyond its hundred are of a time this binary knows nothing about.
+const LAST_PART: i64 = 5;
+
+impl Schema {
+    pub(crate) fn with(parts: &[Migration]) -> Self {
+        let mut all: Vec<Migration> = MIGRATIONS.iter().chain(parts).copied().collect();
+        all.sort_by_key(|m| m.version);
+        Schema(all)
+    }
+
+    /// The migrations this schema still lacks; an error if a part of it is newer than this binary.
+    pub(crate) fn missing(&self, applied: &[i64]) -> Result<Vec<Migration>> {
+        for &version in applied {
+            let part = |m: &&Migration| m.version / 100 == version / 100 || version / 100 > LAST_PART;
+            let newest = self.0.iter().filter(part).map(|m| m.version).max();
+            if let Some(newest) = newest.filter(|newest| version > *newest) {
+                return Err(Error::new(
+                    Kind::Schema,
+                    format!(
+                        "the database's schema is at version {version}, this binary knows only {newest}: run a newer postrider (nothing was changed)"
+                    ),
+                ));
+            }
+        }
+        Ok(self.0.iter().filter(|m| !applied.contains(&m.version)).copied().collect())
+    }
+
+    /// The same, from rows of (version, steps). What was begun and not finished is missing, and too new is too new.
+    pub(crate) fn missing_of(&self, rows: &[(i64, i64)]) -> Result<Vec<Migration>> {
+        self.missing(&rows.iter().map(|row| row.0).collect::<Vec<_>>())?;
+        self.missing(&rows.iter().filter(|row| row.1 >= 0).map(|row| row.0).collect::<Vec<_>>())
+    }
+}
 
 impl Migration {
     pub fn sql(&self, dialect: Dialect) -> &'static str {
@@ -66,28 +108,8 @@ pub(crate) fn steps(sql: &str) -> Vec<&str> {
     parts.into_iter().map(|s| s.trim().trim_end_matches(';')).filter(|s| !s.is_empty()).collect()
 }
 
-/// The migrations this schema still lacks; an error if it is newer than this binary.
-pub(crate) fn missing(applied: &[i64]) -> Result<Vec<&'static Migration>> {
-    let newest = MIGRATIONS.iter().map(|m| m.version).max().unwrap_or(0);
-    if let Some(newer) = applied.iter().copied().filter(|v| *v > newest).max() {
-        return Err(Error::new(
-            Kind::Schema,
-            format!(
-                "the database's schema is at version {newer}, this binary knows only {newest}: run a newer postrider (nothing was changed)"
-            ),
-        ));
-    }
-    Ok(MIGRATIONS.iter().filter(|m| !applied.contains(&m.version)).collect())
-}
-
-/// The same, from rows of (version, steps). What was begun and not finished is missing, and too new is too new.
-pub(crate) fn missing_of(rows: &[(i64, i64)]) -> Result<Vec<&'static Migration>> {
-    missing(&rows.iter().map(|row| row.0).collect::<Vec<_>>())?;
-    missing(&rows.iter().filter(|row| row.1 >= 0).map(|row| row.0).collect::<Vec<_>>())
-}
-
 /// The names of what `migrate` would run, without changing anything.
-pub(crate) async fn pending(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
+pub(crate) async fn pending(tx: &mut (dyn Tx + Send), schema: &Schema) -> Result<Vec<String>> {
     let exists = match tx.dialect() {
         Dialect::Sqlite => "SELECT count(*) FROM sqlite_master WHERE name = 'postrider_migrations'",
         Dialect::Postgres => "SELECT count(*) FROM pg_class WHERE oid = to_regclass('postrider_migrations')",
@@ -101,7 +123,7 @@ pub(crate) async fn pending(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
             applied.push((row.int(0)?, row.int(1)?));
         }
     }
-    Ok(missing_of(&applied)?.iter().map(|m| m.name.to_owned()).collect())
+    Ok(schema.missing_of(&applied)?.iter().map(|m| m.name.to_owned()).collect())
 }
 
 #[cfg(all(test, feature = "mysql"))]
@@ -122,7 +144,12 @@ mod tests {
 
     #[test]
     fn a_newer_schema_is_refused() {
-        assert!(missing(&[1, 2, 99]).is_err_and(|e| e.kind == Kind::Schema && e.message.contains("99")));
-        assert_eq!(missing(&[]).map(|m| m.len()).unwrap_or(0), MIGRATIONS.len());
+        let schema = Schema::with(&[]);
+        assert!(schema.missing(&[1, 2, 99]).is_err_and(|e| e.kind == Kind::Schema && e.message.contains("99")));
+        assert_eq!(schema.missing(&[]).map(|m| m.len()).unwrap_or(0), MIGRATIONS.len());
+        assert!(schema.missing(&[1, 2, 101]).is_ok(), "a part that this binary does not have");
+        assert!(schema.missing(&[1, 2, 999]).is_err());
+        let server = Migration { version: 101, ..MIGRATIONS[0] };
+        assert!(Schema::with(&[server]).missing(&[1, 2, 102]).is_err());
     }
 }

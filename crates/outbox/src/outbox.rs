@@ -106,7 +106,12 @@ impl Outbox {
 
     /// The migrations still missing; an error if the schema is newer than this binary.
     pub async fn pending_migrations(&self) -> Result<Vec<String>> {
-        transact(&*self.store, Mode::Read, |tx| Box::pin(migrate::pending(tx))).await
+        let schema = Arc::new(self.store.schema().clone());
+        transact(&*self.store, Mode::Read, move |tx| {
+            let schema = schema.clone();
+            Box::pin(async move { migrate::pending(tx, &schema).await })
+        })
+        .await
     }
 
     // ---- enqueue ----
@@ -267,6 +272,34 @@ impl Outbox {
             self.ring();
         }
         Ok(woken)
+    }
+
+    /// Stops all workers from claiming on a lane, within about a second; what is under way is finished. The backlog waits
+    /// and loses nothing. Answers whether it was open before.
+    pub async fn pause(&self, lane: &str) -> Result<bool> {
+        self.set_paused(lane, true).await
+    }
+
+    /// Lets workers claim on a paused lane again.
+    pub async fn resume(&self, lane: &str) -> Result<bool> {
+        let resumed = self.set_paused(lane, false).await?;
+        self.ring();
+        Ok(resumed)
+    }
+
+    async fn set_paused(&self, lane: &str, paused: bool) -> Result<bool> {
+        self.lanes().get(lane)?;
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Write, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { cold::pause(tx, &lane, paused).await })
+        })
+        .await
+    }
+
+    /// The lanes that are paused now.
+    pub async fn paused_lanes(&self) -> Result<Vec<String>> {
+        transact(&*self.store, Mode::Read, |tx| Box::pin(cold::paused(tx))).await
     }
 
     /// Takes live messages whatever their due time or lease, under a new token; then settle or defer them as `owner`.

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
 use crate::message::Message;
+use crate::migrate::Schema;
 use crate::outcome::{Settled, Settlement};
 use crate::time::Timestamp;
 use crate::tx::{BoxFuture, Dialect, Tx};
@@ -223,6 +224,9 @@ pub trait Store: Send + Sync {
 
     /// The rules of the configured lanes.
     fn lanes(&self) -> &Arc<Lanes>;
+
+    /// The migrations it is made of.
+    fn schema(&self) -> &Schema;
 
     /// Creates or upgrades the schema; safe when several processes start at once. Answers the migrations it ran.
     async fn migrate(&self) -> Result<Vec<String>>;

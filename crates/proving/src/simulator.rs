@@ -161,6 +161,8 @@ struct World {
     /// Who claimed a message last, and under which token: the only one who may act on it.
     holders: HashMap<i64, (i64, String)>,
     settled: HashSet<Lease>,
+    /// What each life of a worker is delivering right now, by content.
+    delivering: HashMap<(u64, usize), i64>,
     /// Workers that were made to die, freeze or stall: what they held may rightly count as lost with them.
     struck: HashSet<String>,
     /// Workers a poison message killed.
@@ -208,6 +210,7 @@ impl World {
             order: HashMap::new(),
             holders: HashMap::new(),
             settled: HashSet::new(),
+            delivering: HashMap::new(),
             struck: HashSet::new(),
             poisoned: HashSet::new(),
             unlucky: HashSet::new(),
@@ -346,7 +349,8 @@ impl World {
             once: false,
             seed: self.rng.u64(..),
         };
-        let core = Core::new(settings, Tick::from_micros(self.now));
+        let mut core = Core::new(settings, Tick::from_micros(self.now));
+        core.handle(Tick::from_micros(self.now), Event::Paused { lanes: vec![] });
         self.workers[worker] = Some(Alive { core, life, next_step: u64::MAX, frozen_until: 0 });
         self.note(format_args!("start w{worker} life {life}"));
         self.at(self.now, Action::Step { worker, life });
@@ -424,7 +428,11 @@ impl World {
             self.at(later, Action::Hear { worker, life, event });
             return;
         }
+        let delivered = if let Event::Delivered { id, .. } = event { Some(id) } else { None };
         alive.core.handle(Tick::from_micros(now), event);
+        if let Some(id) = delivered {
+            self.delivering.remove(&(life, self.content(id)));
+        }
         self.at(now, Action::Step { worker, life });
     }
 
@@ -461,7 +469,18 @@ impl World {
         }
     }
 
+    /// Messages of one content to one target are twins.
+    fn content(&self, id: i64) -> usize {
+        self.order.get(&id).map_or(usize::MAX, |n| n % 20)
+    }
+
     fn send_out(&mut self, worker: usize, life: u64, message: Box<Message>) {
+        if self.plan.dedup
+            && let Some(twin) = self.delivering.insert((life, self.content(message.id)), message.id)
+        {
+            let both = format!("P10: w{worker} delivers the twins {twin} and {} side by side", message.id);
+            self.outcomes.violations.push(both);
+        }
         let there = self.now + self.rng.u64(100..20_000);
         let mut answer_after = self.rng.u64(100..20_000);
         let retry = |code: &'static str, reach| Outcome::Retry {
@@ -695,8 +714,7 @@ impl World {
             // P10: with one process and no faults, each content goes to each target once.
             let mut contents = std::collections::HashSet::new();
             for id in self.outcomes.received.iter().map(|r| r.id) {
-                let n = self.order.get(&id).copied().unwrap_or_default();
-                if !contents.insert((n % 20, n % 5)) {
+                if !contents.insert(self.content(id)) {
                     wrong.push(format!(
                         "P10: message {id} is the twin of one that was delivered, and was delivered too"
                     ));

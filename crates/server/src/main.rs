@@ -10,6 +10,7 @@ mod database;
 mod demo;
 mod failure;
 mod logs;
+mod loopback;
 mod output;
 mod secret;
 mod table;

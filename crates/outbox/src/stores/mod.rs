@@ -23,6 +23,7 @@ use async_trait::async_trait;
 use crate::error::{Class, Effect, Error, Kind, Result};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::Hold;
+use crate::migrate::Migration;
 use crate::outcome::{Settled, Settlement};
 use crate::settle;
 use crate::store::{Mark, Mode, Seen, Store, transact};
@@ -41,6 +42,8 @@ pub struct Options {
     pub lease: Duration,
     /// LISTEN/NOTIFY across processes (PostgreSQL); switch it off behind a transaction-mode pooler.
     pub notifications: bool,
+    /// Migrations of parts that share the database, beyond the kernel's own.
+    pub migrations: Vec<Migration>,
 }
 
 impl Default for Options {
@@ -50,6 +53,7 @@ impl Default for Options {
             deadline: Duration::from_secs(10),
             lease: Duration::from_secs(60),
             notifications: true,
+            migrations: vec![],
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, cut_error, parse_headers};
-use crate::migrate;
+use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
@@ -25,6 +25,7 @@ use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
 
 pub struct MysqlStore {
     lanes: Arc<Lanes>,
+    schema: Schema,
     skew: Arc<Skew>,
     pool: Pool<Connector>,
 }
@@ -277,7 +278,7 @@ impl MysqlStore {
         let opts =
             OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
         let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, &options);
-        Ok(MysqlStore { lanes, skew: Arc::default(), pool })
+        Ok(MysqlStore { lanes, schema: Schema::with(&options.migrations), skew: Arc::default(), pool })
     }
 
     fn now(&self) -> String {
@@ -595,12 +596,12 @@ async fn expect_all(conn: &mut Conn, sql: &str, expected: usize) -> Result<()> {
 /// Errors that say "this step was done already": the process died between the statement and its bookkeeping.
 const ALREADY_DONE: [u16; 7] = [1050, 1304, 1359, 1060, 1061, 1062, 1091];
 
-async fn migrate_on(conn: &mut Conn) -> Result<Vec<String>> {
+async fn migrate_on(conn: &mut Conn, schema: &Schema) -> Result<Vec<String>> {
     let fail = |e: mysql_async::Error| classify(&e).during("migration");
     conn.query_drop(migrate::BOOKKEEPING).await.map_err(fail)?;
     let rows: Vec<(i64, i64)> =
         Queryable::query(conn, "SELECT version, steps FROM postrider_migrations").await.map_err(fail)?;
-    let missing = migrate::missing_of(&rows)?;
+    let missing = schema.missing_of(&rows)?;
     if missing.is_empty() {
         return Ok(vec![]);
     }
@@ -643,6 +644,10 @@ impl Store for MysqlStore {
         &self.lanes
     }
 
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
     async fn migrate(&self) -> Result<Vec<String>> {
         let lanes = self.lanes.clone();
         let mut loan = self.pool.take().await?;
@@ -652,7 +657,7 @@ impl Store for MysqlStore {
         if got.flatten() != Some(1) {
             return Err(Error::new(Kind::Busy, "another process has been migrating for two minutes; try again"));
         }
-        let ran = migrate_on(conn).await;
+        let ran = migrate_on(conn, &self.schema).await;
         let unlock = conn.query_drop("DO RELEASE_LOCK(CONCAT('postrider:', DATABASE()))").await;
         let ran = ran?;
         unlock.map_err(|e| classify(&e))?;

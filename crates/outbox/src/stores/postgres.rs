@@ -7,7 +7,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use futures_util::{TryStreamExt, future::join4, pin_mut};
+use futures_util::{
+    TryStreamExt,
+    future::{join, join4},
+    pin_mut,
+};
 use tokio::sync::Notify;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use tokio_postgres::{Client, Config, Statement};
@@ -20,14 +24,13 @@ use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::Lease;
 use crate::message::{Message, cut_error, parse_headers};
-use crate::migrate;
+use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
 
-const CHANNEL: &str = "postrider";
 /// READ COMMITTED whatever the role's default.
 /// The hot statements walk an index in its order or look ids up, always: with statistics from a smaller day PostgreSQL
 /// would rather sort all that is due, for every claim.
@@ -37,6 +40,7 @@ pub const BEGIN: &str =
 
 pub struct PostgresStore {
     lanes: Arc<Lanes>,
+    schema: Schema,
     skew: Arc<Skew>,
     pool: Pool<Connector>,
     silence: Duration,
@@ -268,11 +272,27 @@ macro_rules! caller_tx {
 caller_tx!(tokio_postgres::Transaction<'_>);
 caller_tx!(Client);
 
-/// A transaction of the store's own. Once a statement failed it refuses to commit.
+/// A transaction of the store's own. Its BEGIN goes out with the first statement; once one failed it refuses to commit.
 struct PostgresTx<'c> {
     client: &'c Client,
     skew: i64,
+    begin: Option<String>,
     failed: bool,
+}
+
+impl PostgresTx<'_> {
+    async fn run(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
+        let answer = match self.begin.take() {
+            None => run_typed(self.client, sql, params).await,
+            Some(begin) => {
+                let (begun, answer) =
+                    join(self.client.batch_execute(&begin), run_typed(self.client, sql, params)).await;
+                begun.map_err(|e| classify(&e)).and(answer)
+            }
+        };
+        self.failed |= answer.is_err();
+        answer
+    }
 }
 
 impl Tx for PostgresTx<'_> {
@@ -285,19 +305,11 @@ impl Tx for PostgresTx<'_> {
     }
 
     fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
-        Box::pin(async move {
-            let answer = run_typed(self.client, sql, params).await;
-            self.failed |= answer.is_err();
-            Ok(answer?.0)
-        })
+        Box::pin(async move { Ok(self.run(sql, params).await?.0) })
     }
 
     fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
-        Box::pin(async move {
-            let answer = run_typed(self.client, sql, params).await;
-            self.failed |= answer.is_err();
-            Ok(answer?.1)
-        })
+        Box::pin(async move { Ok(self.run(sql, params).await?.1) })
     }
 }
 
@@ -316,7 +328,8 @@ impl PostgresStore {
         let shown = without_password(url);
         let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
         let pool = Pool::new(Connector { config, tls, shown }, &options);
-        Ok(PostgresStore { lanes, skew: Arc::default(), pool, silence: options.silence(), listener })
+        let schema = Schema::with(&options.migrations);
+        Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, silence: options.silence(), listener })
     }
 
     fn now(&self) -> String {
@@ -351,11 +364,13 @@ async fn in_transaction(client: &Client, skew: i64, silence: Duration, work: &mu
         "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = {}",
         silence.as_millis()
     );
-    client.batch_execute(&begin).await.map_err(|e| classify(&e))?;
-    let mut tx = PostgresTx { client, skew, failed: false };
+    let mut tx = PostgresTx { client, skew, begin: Some(begin), failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
         done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
+    }
+    if tx.begin.is_some() {
+        return done; // it asked nothing, so nothing was begun
     }
     match done {
         Ok(()) => client.batch_execute("COMMIT").await.map_err(|e| at_commit(&e)),
@@ -477,6 +492,10 @@ impl Store for PostgresStore {
         &self.lanes
     }
 
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
     async fn migrate(&self) -> Result<Vec<String>> {
         let lanes = self.lanes.clone();
         let loan = self.pool.take().await?;
@@ -490,7 +509,7 @@ impl Store for PostgresStore {
             rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()
         };
         let applied = run.await.map_err(|e| classify(&e))?;
-        let missing = migrate::missing(&applied)?;
+        let missing = self.schema.missing(&applied)?;
         let run = async {
             if !missing.is_empty() {
                 client.batch_execute(migrate::drop_views(Dialect::Postgres)).await?;
@@ -607,14 +626,13 @@ impl Store for PostgresStore {
         if self.listener.is_none() {
             return Ok(());
         }
-        let mut loan = self.pool.take().await?;
-        let run = async {
-            let statement = loan.connection.prepared("SELECT pg_notify($1, '')").await?;
-            loan.connection.client.query(&statement, &[&CHANNEL]).await.map_err(|e| classify(&e))
-        };
+        let loan = self.pool.take().await?;
+        // A hint is not worth a flush of the log: lost, the poll finds the message.
+        let sql = "BEGIN; SET LOCAL synchronous_commit = off; NOTIFY postrider; COMMIT";
+        let run = async { loan.connection.client.batch_execute(sql).await.map_err(|e| classify(&e)) };
         let answer = self.pool.timed(run).await?;
         self.keep_if_clean(loan, &answer);
-        answer.map(drop)
+        answer
     }
 
     fn advance_clock(&self, by: Duration) {

@@ -18,7 +18,7 @@ use crate::error::{Error, Kind, Result, sqlite_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, parse_headers};
-use crate::migrate;
+use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work};
@@ -43,6 +43,7 @@ struct Request {
 
 pub struct SqliteStore {
     lanes: Arc<Lanes>,
+    schema: Schema,
     skew: Arc<Skew>,
     writer: mpsc::Sender<Request>,
     reader: Option<mpsc::Sender<Request>>,
@@ -69,7 +70,8 @@ impl SqliteStore {
             Some(_) => Some(serve("postrider-sqlite-reader", connect(path.as_ref(), &skew, true)?, false)?),
             None => None,
         };
-        Ok(SqliteStore { lanes, skew, writer, reader, deadline: options.deadline.max(Duration::from_secs(15)) })
+        let schema = Schema::with(&options.migrations);
+        Ok(SqliteStore { lanes, schema, skew, writer, reader, deadline: options.deadline.max(Duration::from_secs(15)) })
     }
 
     async fn ask<R: Send + 'static>(
@@ -585,15 +587,19 @@ impl Store for SqliteStore {
         &self.lanes
     }
 
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
     async fn migrate(&self) -> Result<Vec<String>> {
-        let lanes = self.lanes.clone();
+        let (lanes, schema) = (self.lanes.clone(), self.schema.clone());
         self.ask(Mode::Write, move |tx| {
             tx.batch(migrate::BOOKKEEPING)?;
             let applied: Vec<i64> = query(&tx.connection, "SELECT version FROM postrider_migrations", &[])?
                 .iter()
                 .map(|row| row.int(0))
                 .collect::<Result<_>>()?;
-            let missing = migrate::missing(&applied)?;
+            let missing = schema.missing(&applied)?;
             if !missing.is_empty() {
                 tx.batch(migrate::drop_views(Dialect::Sqlite))?;
                 for migration in &missing {

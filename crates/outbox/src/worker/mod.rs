@@ -19,9 +19,12 @@ use crate::clock::{self, Tick};
 use crate::courier::{Begin, Courier};
 use crate::error::{Error, Result};
 use crate::message::Message;
+use crate::observe::{Observer, Phase, Silent};
 use crate::outbox::Outbox;
 use crate::outcome::{Outcome, Reach, code};
 use crate::store::{Prune, Store};
+
+const TELL_EVERY: Duration = Duration::from_millis(500);
 
 /// What a worker did, per lane.
 pub type Report = Vec<(String, Tally)>;
@@ -44,14 +47,23 @@ pub struct Worker {
     outbox: Outbox,
     lanes: Vec<LaneSettings>,
     couriers: Vec<Arc<dyn Courier>>,
-    name: Option<String>,
     drain: Duration,
     once: bool,
+    observer: Arc<dyn Observer>,
+    owner: String,
 }
 
 impl Worker {
     pub fn new(outbox: Outbox) -> Self {
-        Worker { outbox, lanes: vec![], couriers: vec![], name: None, drain: Duration::from_secs(20), once: false }
+        Worker {
+            outbox,
+            lanes: vec![],
+            couriers: vec![],
+            drain: Duration::from_secs(20),
+            once: false,
+            observer: Arc::new(Silent),
+            owner: clock::incarnation(None),
+        }
     }
 
     /// Serves all shards of a lane with the usual settings.
@@ -72,8 +84,19 @@ impl Worker {
     }
 
     /// A name for `locked_by`, instead of the host's.
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = Some(name.into());
+    pub fn name(mut self, name: impl AsRef<str>) -> Self {
+        self.owner = clock::incarnation(Some(name.as_ref()));
+        self
+    }
+
+    /// What stands in `locked_by` of the messages it holds: `name:pid:incarnation`.
+    pub fn owner(&self) -> &str {
+        &self.owner
+    }
+
+    /// Tells somebody what happens while it runs.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = observer;
         self
     }
 
@@ -102,19 +125,36 @@ impl Worker {
                 )));
             }
         }
-        let settings = Settings {
-            owner: clock::incarnation(self.name.as_deref()),
-            lanes: self.lanes,
-            drain: self.drain,
-            once: self.once,
-            seed: clock::seed(),
-        };
+        let settings =
+            Settings { owner: self.owner, lanes: self.lanes, drain: self.drain, once: self.once, seed: clock::seed() };
         let janitor = (!self.once).then(|| tokio::spawn(sweep(self.outbox.clone())));
-        let report = Driver::new(self.outbox, settings, self.couriers).run(shutdown).await;
+        let driver = Driver::new(self.outbox.clone(), settings, self.couriers, self.observer);
+        let gatekeeper = tokio::spawn(watch_pauses(self.outbox, driver.sender.clone()));
+        let report = driver.run(shutdown).await;
+        gatekeeper.abort();
         if let Some(janitor) = janitor {
             janitor.abort();
         }
         Ok(report)
+    }
+}
+
+/// Tells the core which lanes are paused, at once and then about every second.
+async fn watch_pauses(outbox: Outbox, core: UnboundedSender<Event>) {
+    let mut known = None;
+    loop {
+        match outbox.paused_lanes().await {
+            Ok(lanes) if known.as_ref() != Some(&lanes) => {
+                if core.send(Event::Paused { lanes: lanes.clone() }).is_err() {
+                    return;
+                }
+                known = Some(lanes);
+            }
+            Ok(_) => {}
+            // Unchanged until the database says otherwise.
+            Err(error) => tracing::warn!(%error, "cannot see which lanes are paused"),
+        }
+        tokio::time::sleep(Duration::from_millis(500).mul_f64(1.0 + clock::chance())).await;
     }
 }
 
@@ -150,20 +190,31 @@ struct Driver {
     outbox: Outbox,
     store: Arc<dyn Store>,
     couriers: Vec<Arc<dyn Courier>>,
-    /// Which lanes commit *send begun*.
+    /// Per lane: its name, and whether it commits *send begun*.
+    names: Vec<Arc<str>>,
     begins: Vec<bool>,
+    observer: Arc<dyn Observer>,
+    /// When it last told how the lanes stand.
+    told_at: Tick,
     sender: UnboundedSender<Event>,
     events: UnboundedReceiver<Event>,
     running: HashMap<i64, tokio::task::AbortHandle>,
 }
 
 impl Driver {
-    fn new(outbox: Outbox, settings: Settings, couriers: Vec<Arc<dyn Courier>>) -> Self {
+    fn new(outbox: Outbox, settings: Settings, couriers: Vec<Arc<dyn Courier>>, observer: Arc<dyn Observer>) -> Self {
         let (sender, events) = unbounded_channel();
         let store = outbox.store().clone();
+        let names = settings.lanes.iter().map(|lane| lane.lane.as_str().into()).collect();
+        let begins = settings.lanes.iter().map(|lane| lane.send_begun).collect();
+        let mut core = Core::new(settings, Tick::now());
+        core.observe(observer.clone());
         Driver {
-            begins: settings.lanes.iter().map(|lane| lane.send_begun).collect(),
-            core: Core::new(settings, Tick::now()),
+            names,
+            begins,
+            observer,
+            told_at: Tick::default(),
+            core,
             outbox,
             store,
             couriers,
@@ -191,6 +242,10 @@ impl Driver {
                     self.core.handle(now, event);
                 }
                 continue;
+            }
+            if now.since(self.told_at) >= TELL_EVERY {
+                self.told_at = now;
+                self.core.standing().for_each(|(lane, standing)| self.observer.standing(lane, standing));
             }
             let pause = self.core.next_step(now).since(now);
             tokio::select! {
@@ -241,6 +296,11 @@ impl Driver {
         let (store, outbox, sender) = (self.store.clone(), self.outbox.clone(), self.sender.clone());
         let owner = self.core.owner().to_owned();
         let lane_name = |lane: usize| self.core.lane_name(lane).to_owned();
+        let timed = match &command {
+            Command::Claim { claim, .. } => Some((claim.lane.clone(), Phase::Claim)),
+            Command::Settle { lane, .. } => Some((lane_name(*lane), Phase::Commit)),
+            _ => None,
+        };
         let work: Pin<Box<dyn Future<Output = Event> + Send>> = match command {
             Command::Claim { op, claim } => {
                 Box::pin(async move { Event::Claimed { op, result: store.claim(&claim).await } })
@@ -265,8 +325,13 @@ impl Driver {
             }
             Command::Deliver { .. } | Command::Abort { .. } => return,
         };
+        let (observer, timed) = (self.observer.clone(), timed);
         tokio::spawn(async move {
+            let start = Tick::now();
             let event = work.await;
+            if let Some((lane, phase)) = timed {
+                observer.took(&lane, phase, Tick::now().since(start));
+            }
             let _ = sender.send(event);
         });
     }
@@ -276,8 +341,11 @@ impl Driver {
         let (courier, sender, id) = (self.couriers[lane].clone(), self.sender.clone(), message.id);
         let begin =
             self.begins[lane].then(|| Begin::new(self.outbox.clone(), self.core.owner().to_owned(), message.lease()));
+        let (observer, name) = (self.observer.clone(), self.names[lane].clone());
         let mut delivery = Box::pin(async move {
+            let start = Tick::now();
             let outcome = deliver_guarded(courier, message, begin.as_ref()).await;
+            observer.took(&name, Phase::Send, Tick::now().since(start));
             Event::Delivered { id, outcome, begun: begin.is_some_and(|b| b.was_committed()) }
         });
         match delivery.as_mut().poll(&mut Context::from_waker(Waker::noop())) {

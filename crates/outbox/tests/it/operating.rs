@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use postrider::error::Kind;
 use postrider::message::sha256;
+use postrider::observe::{Observer, Phase, Told};
 use postrider::outcome::{Outcome, Reach, Settled, Verdict};
 use postrider::store::{Claim, Filter, From, Prune, Requeued, Status};
 use postrider::worker::core::LaneSettings;
@@ -35,6 +36,9 @@ on_every_store! {
     send_begun_is_what_a_takeover_remembers,
     send_begun_is_taken_back_by_a_definite_outcome,
     an_owned_lane_refuses_everybody_else,
+    a_paused_lane_holds_its_backlog,
+    pause_and_resume_say_whether_they_changed_anything,
+    an_observer_hears_what_happens,
     prune_is_bounded,
     prune_takes_its_lane_only,
     prune_dry_run_changes_nothing,
@@ -435,6 +439,89 @@ async fn an_owned_lane_refuses_everybody_else(db: Database) {
     assert_eq!(db.outbox.prune(prune(None)).await.unwrap().messages, 0, "all lanes means all that have no owner");
     assert_eq!(db.status(id).await, Status::Dead);
     assert_eq!(owner.prune(prune(Some("owned"))).await.unwrap().messages, 1);
+}
+
+async fn pause_and_resume_say_whether_they_changed_anything(db: Database) {
+    assert!(db.outbox.pause("a").await.unwrap());
+    assert!(!db.outbox.pause("a").await.unwrap(), "it was paused already");
+    assert_eq!(db.outbox.paused_lanes().await.unwrap(), ["a"]);
+    assert!(db.outbox.resume("a").await.unwrap());
+    assert!(!db.outbox.resume("a").await.unwrap());
+    assert_eq!(db.outbox.pause("nope").await.unwrap_err().kind, Kind::UnknownLane);
+}
+
+async fn a_paused_lane_holds_its_backlog(db: Database) {
+    let (sent, log) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let counting = |counter: &Arc<AtomicUsize>| {
+        let counter = counter.clone();
+        courier(move |_| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            async { Outcome::sent() }
+        })
+    };
+    db.outbox.pause("a").await.unwrap();
+    for n in 0..20 {
+        db.put("a", &n.to_string()).await;
+    }
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let worker = Worker::new(db.outbox.clone()).lane("a", counting(&sent)).lane("b", counting(&log));
+    let worker = tokio::spawn(worker.run(async move { drop(stopped.await) }));
+    let until = async |counter: &Arc<AtomicUsize>, least: usize| {
+        let reached = async {
+            while counter.load(Ordering::SeqCst) < least {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(secs(30), reached).await.expect("it comes about");
+    };
+    // The other lane is served, time and again, so this one could have been.
+    for n in 1..=5 {
+        db.put("b", "x").await;
+        until(&log, n).await;
+    }
+    assert_eq!(sent.load(Ordering::SeqCst), 0);
+    let stats = db.outbox.stats().await.unwrap();
+    assert_eq!((stats["a"].pending, stats["a"].leased), (20, 0), "the backlog waits");
+    db.outbox.resume("a").await.unwrap();
+    until(&sent, 20).await;
+    drop(stop);
+    worker.await.unwrap().unwrap();
+    assert_eq!(db.outbox.stats().await.unwrap()["a"].sent, 20, "and loses nothing");
+}
+
+#[derive(Default)]
+struct Listener(std::sync::Mutex<Vec<String>>);
+
+impl Observer for Listener {
+    fn claimed(&self, lane: &str, messages: u64, taken_over: u64) {
+        if messages > 0 {
+            self.0.lock().unwrap().push(format!("{lane} claimed {messages}, {taken_over} taken over"));
+        }
+    }
+
+    fn settled(&self, told: &Told<'_>) {
+        let Told { lane, outbox_id, outcome, attempt, reason_code } = told;
+        self.0.lock().unwrap().push(format!("{lane} {outbox_id} {} {attempt} {reason_code:?}", outcome.as_str()));
+    }
+
+    fn took(&self, lane: &str, phase: Phase, time: Duration) {
+        if phase == Phase::Send {
+            self.0.lock().unwrap().push(format!("{lane} took {}", time < secs(30)));
+        }
+    }
+}
+
+async fn an_observer_hears_what_happens(db: Database) {
+    let id = db.put("a", "x").await;
+    db.claim_ids("a", "crashed", &[id]).await;
+    db.advance(secs(100));
+    let listener = Arc::new(Listener::default());
+    let worker = Worker::new(db.outbox.clone()).name("me").observer(listener.clone()).once();
+    assert!(worker.owner().starts_with("me:"), "{}", worker.owner());
+    let refusing = courier(|_| async { Outcome::retry("HTTP_503", "busy", Reach::Answered) });
+    worker.lane("a", refusing).run(std::future::pending()).await.unwrap();
+    let retry = format!("a {id} outbox_flush_retry 1 Some(\"HTTP_503\")");
+    assert_eq!(*listener.0.lock().unwrap(), ["a claimed 1, 1 taken over", "a took true", &retry]);
 }
 
 async fn prune_is_bounded(db: Database) {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::drain::drain_with_worker;
 use super::scratch::{LANE, Scratch, fill};
-use super::{Bench, percentile, rate, timed};
+use super::{Bench, median, percentile, rate, timed};
 use crate::failure::{Failure, Result};
 
 const LEASED: usize = 50_000;
@@ -27,7 +27,7 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
         let ((), took) = timed(drain_with_worker(outbox.clone(), 10_000, bench.batch)).await?;
         few.push(rate(10_000, took));
     }
-    few.sort_by(f64::total_cmp);
+    let few = median(&mut few);
     fill(&outbox, waiting, bench.payload_bytes).await?;
     scratch.analyze(&["outbox"]).await?;
     let (memory_before, ((), took)) =
@@ -42,7 +42,7 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     let deep = claim_cost(&outbox, scratch).await?;
     Ok(json!({
         "bench": "backlog", "messages": waiting,
-        "per_second_10k_waiting": few[few.len() / 2], "per_second_all_waiting": many, "flat_ratio": many / few[few.len() / 2],
+        "per_second_10k_waiting": few, "per_second_all_waiting": many, "flat_ratio": many / few,
         "per_second": many, "worker_rss_kib": memory, "worker_rss_before_kib": memory_before,
         "claim_100_empty_ms": empty.0, "claim_100_deep_ms": deep.0, "claim_cost_ratio": deep.0 / empty.0,
         "first_claim_deep_ms": deep.1, "leased": LEASED, "backoff": BACKOFF,

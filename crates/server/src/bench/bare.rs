@@ -10,19 +10,24 @@ use crate::failure::Result;
 const MOVED: &str = "id, lane, shard_id, due_at, lease_until, attempts, crashes, maybe_sent, lease_token, locked_by, locked_at, target, active_key, \
                      payload, content_type, headers, payload_sha, last_error_code, last_error, correlation_id, created_at, updated_at, deliver_before";
 
-/// Makes `bare` and `bare_done` with the rows now in `outbox`.
-pub async fn copy_outbox(scratch: &Scratch) -> Result<()> {
+/// Makes `bare` and `bare_done` with the rows now in `outbox`; their payloads in the row, or in `bare_payloads` beside it.
+pub async fn copy_outbox(scratch: &Scratch, beside: bool) -> Result<()> {
+    let nothing = if scratch.dialect() == Dialect::Sqlite { "X''" } else { "''" };
+    // One shard, however many the lane has.
+    let taken = MOVED.replacen("shard_id,", "0,", 1);
+    let taken = if beside { taken.replacen("payload,", &format!("{nothing},"), 1) } else { taken };
+    let copy = format!("INSERT INTO bare ({MOVED}) SELECT {taken} FROM outbox ORDER BY id");
     match scratch.dialect() {
         Dialect::Postgres => {
             scratch
                 .sql(&[
-                    "DROP TABLE IF EXISTS bare, bare_done",
+                    "DROP TABLE IF EXISTS bare, bare_done, bare_payloads",
                     "CREATE TABLE bare (LIKE outbox INCLUDING DEFAULTS INCLUDING STORAGE) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0)",
                     "ALTER TABLE bare ADD PRIMARY KEY (id)",
                     "CREATE INDEX ON bare (lane, shard_id, due_at, id)",
                     "CREATE TABLE bare_done (LIKE outbox_done INCLUDING STORAGE)",
                     "ALTER TABLE bare_done ADD PRIMARY KEY (id)",
-                    "INSERT INTO bare SELECT * FROM outbox ORDER BY id",
+                    &copy,
                 ])
                 .await?;
         }
@@ -31,11 +36,12 @@ pub async fn copy_outbox(scratch: &Scratch) -> Result<()> {
                 .sql(&[
                     "DROP TABLE IF EXISTS bare",
                     "DROP TABLE IF EXISTS bare_done",
+                    "DROP TABLE IF EXISTS bare_payloads",
                     "CREATE TABLE bare LIKE outbox",
                     "ALTER TABLE bare DROP KEY uniq_outbox_active_key",
                     "CREATE TABLE bare_done LIKE outbox_done",
                     "ALTER TABLE bare_done DROP KEY idx_done",
-                    "INSERT INTO bare SELECT * FROM outbox ORDER BY id",
+                    &copy,
                 ])
                 .await?;
         }
@@ -49,40 +55,49 @@ pub async fn copy_outbox(scratch: &Scratch) -> Result<()> {
             let done = sql("outbox_done")?.replacen("CREATE TABLE outbox_done", "CREATE TABLE bare_done", 1);
             connection
                 .execute_batch(&format!(
-                    "DROP TABLE IF EXISTS bare; DROP TABLE IF EXISTS bare_done; {bare}; {done};
-                     CREATE INDEX bare_claim ON bare (lane, shard_id, due_at, id); INSERT INTO bare SELECT * FROM outbox ORDER BY id"
+                    "DROP TABLE IF EXISTS bare; DROP TABLE IF EXISTS bare_done; DROP TABLE IF EXISTS bare_payloads; {bare}; {done};
+                     CREATE INDEX bare_claim ON bare (lane, shard_id, due_at, id); {copy}"
                 ))
                 .map_err(fail)?;
         }
+    }
+    if beside {
+        let columns = match scratch.dialect() {
+            Dialect::Postgres => "id BIGINT PRIMARY KEY, payload BYTEA",
+            Dialect::Mysql => "id BIGINT PRIMARY KEY, payload LONGBLOB",
+            Dialect::Sqlite => "id INTEGER PRIMARY KEY, payload BLOB",
+        };
+        let fill = "INSERT INTO bare_payloads SELECT id, payload FROM outbox";
+        scratch.sql(&[&format!("CREATE TABLE bare_payloads ({columns})"), fill]).await?;
     }
     scratch.analyze(&["bare"]).await
 }
 
 /// Drains `bare` with two connections (SQLite: one, there is one writer); answers how many went through.
-pub async fn drain(scratch: &Scratch, batch: usize) -> Result<usize> {
+pub async fn drain(scratch: &Scratch, batch: usize, beside: bool) -> Result<usize> {
     match scratch.dialect() {
         Dialect::Postgres => {
             let (one, two) = tokio::join!(
-                tokio::spawn(drain_postgres(scratch.url().to_owned(), batch, "bare-1")),
-                tokio::spawn(drain_postgres(scratch.url().to_owned(), batch, "bare-2"))
+                tokio::spawn(drain_postgres(scratch.url().to_owned(), batch, beside, "bare-1")),
+                tokio::spawn(drain_postgres(scratch.url().to_owned(), batch, beside, "bare-2"))
             );
             Ok(one.map_err(fail)?? + two.map_err(fail)??)
         }
         Dialect::Mysql => {
             let (one, two) = tokio::join!(
-                tokio::spawn(drain_mysql(scratch.url().to_owned(), batch, "bare-1")),
-                tokio::spawn(drain_mysql(scratch.url().to_owned(), batch, "bare-2"))
+                tokio::spawn(drain_mysql(scratch.url().to_owned(), batch, beside, "bare-1")),
+                tokio::spawn(drain_mysql(scratch.url().to_owned(), batch, beside, "bare-2"))
             );
             Ok(one.map_err(fail)?? + two.map_err(fail)??)
         }
         Dialect::Sqlite => {
             let file = scratch.file().to_owned();
-            tokio::task::spawn_blocking(move || drain_sqlite(&file, batch)).await.map_err(fail)?
+            tokio::task::spawn_blocking(move || drain_sqlite(&file, batch, beside)).await.map_err(fail)?
         }
     }
 }
 
-async fn drain_postgres(url: String, batch: usize, worker: &'static str) -> Result<usize> {
+async fn drain_postgres(url: String, batch: usize, beside: bool, worker: &'static str) -> Result<usize> {
     let client = scratch::postgres(&url).await?;
     let claim = client
         .prepare(
@@ -117,11 +132,15 @@ async fn drain_postgres(url: String, batch: usize, worker: &'static str) -> Resu
             tokens.push(row.try_get(1).map_err(fail)?);
             mark = mark.max((row.try_get(2).map_err(fail)?, ids[ids.len() - 1]));
         }
+        if beside {
+            let sql = "SELECT id, payload FROM bare_payloads WHERE id = ANY($1)";
+            client.query(sql, &[&ids]).await.map_err(fail)?;
+        }
         done += client.execute(&settle, &[&ids, &tokens, &worker]).await.map_err(fail)? as usize;
     }
 }
 
-async fn drain_mysql(url: String, batch: usize, worker: &'static str) -> Result<usize> {
+async fn drain_mysql(url: String, batch: usize, beside: bool, worker: &'static str) -> Result<usize> {
     let mut conn = scratch::mysql(&url).await?;
     conn.query_drop("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED").await.map_err(fail)?;
     let mut mark = "'1970-01-01'".to_owned();
@@ -162,6 +181,10 @@ async fn drain_mysql(url: String, batch: usize, worker: &'static str) -> Result<
         );
         conn.query_drop(update).await.map_err(fail)?;
         conn.query_drop("COMMIT").await.map_err(fail)?;
+        if beside {
+            let sql = format!("SELECT id, payload FROM bare_payloads WHERE id IN ({claimed})");
+            let _payloads: Vec<(i64, Vec<u8>)> = conn.query(sql).await.map_err(fail)?;
+        }
         if let Some(first) = candidates.first() {
             mark = format!("'{}'", first.1);
         }
@@ -181,7 +204,7 @@ async fn drain_mysql(url: String, batch: usize, worker: &'static str) -> Result<
     }
 }
 
-fn drain_sqlite(file: &str, batch: usize) -> Result<usize> {
+fn drain_sqlite(file: &str, batch: usize, beside: bool) -> Result<usize> {
     let connection = scratch::sqlite(file)?;
     let mut mark = (0_i64, 0_i64);
     let mut done = 0;
@@ -202,6 +225,12 @@ fn drain_sqlite(file: &str, batch: usize) -> Result<usize> {
             let _payload: Vec<u8> = row.get(3)?;
         }
         drop(rows);
+        if beside {
+            let mut payload = connection.prepare_cached("SELECT payload FROM bare_payloads WHERE id = ?1")?;
+            for (id, _) in &leases {
+                let _payload: Vec<u8> = payload.query_row([id], |row| row.get(0))?;
+            }
+        }
         connection.execute_batch("COMMIT; BEGIN IMMEDIATE")?;
         let mut moved = connection.prepare_cached(&format!(
             "INSERT INTO bare_done ({MOVED}, status, finished_at) SELECT {MOVED}, 'sent', ?3 FROM bare WHERE id = ?1 AND lease_token = ?2 AND locked_by = 'bare'"

@@ -5,6 +5,7 @@ mod backlog;
 mod bare;
 mod drain;
 mod enqueue;
+mod http;
 mod latency;
 mod scratch;
 
@@ -30,6 +31,8 @@ pub enum Which {
     Latency,
     /// Claims and drains with much waiting, leased, in backoff, or in history
     Backlog,
+    /// Deliveries by HTTP to a receiver in this process, against the limit
+    Http,
 }
 
 /// Measure this machine and database.
@@ -49,11 +52,11 @@ pub struct Bench {
     #[arg(long, value_name = "N", default_value_t = 500)]
     pub batch: usize,
 
-    /// Sent messages in history before the drain starts (drain only)
+    /// Sent messages in history; measures with and without them (drain only)
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub history: usize,
 
-    /// Rows settled just before the drain and not yet vacuumed (drain on PostgreSQL only)
+    /// Rows settled just before by the same worker and not yet vacuumed; measures with and without them (drain only)
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub storm: usize,
 
@@ -61,9 +64,17 @@ pub struct Bench {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub workers: usize,
 
+    /// Shards of the lane, dealt out to the workers (drain only)
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub shards: u32,
+
     /// Keep no sent messages: settle deletes instead of moving (drain only)
     #[arg(long)]
     pub delete: bool,
+
+    /// Keep payloads in a table of their own: measures the bare SQL both ways (limit only)
+    #[arg(long)]
+    pub payload_beside: bool,
 
     /// Fill factor of the live table (drain on PostgreSQL only)
     #[arg(long, value_name = "PERCENT")]
@@ -86,6 +97,7 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
         Which::Drain => drain::run(bench, &scratch).await,
         Which::Latency => latency::run(bench, &scratch).await,
         Which::Backlog => backlog::run(bench, &scratch).await,
+        Which::Http => http::run(bench, &scratch).await,
     };
     scratch.remove().await?;
     let mut figures = figures?;
@@ -116,6 +128,14 @@ async fn timed<T>(work: impl Future<Output = Result<T>>) -> Result<(T, Duration)
 
 fn rate(messages: usize, took: Duration) -> f64 {
     messages as f64 / took.as_secs_f64().max(1e-9)
+}
+
+/// How often what is compared is measured, in turns.
+const ROUNDS: usize = 3;
+
+fn median(rates: &mut [f64]) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or_default()
 }
 
 /// The value below which this part of the samples lies.

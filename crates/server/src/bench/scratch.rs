@@ -59,6 +59,11 @@ impl Scratch {
         &self.url
     }
 
+    /// The database beside which this one is.
+    pub fn admin(&self) -> &str {
+        &self.admin
+    }
+
     pub fn file(&self) -> &str {
         self.url.trim_start_matches("sqlite://")
     }
@@ -105,6 +110,34 @@ impl Scratch {
         Ok(())
     }
 
+    /// Lets what was written before be written out, so that it is not measured with what comes after.
+    pub async fn settle_down(&self) -> Result<()> {
+        match self.dialect {
+            // Not every role may, and then it is only less exact.
+            Dialect::Postgres => self.sql(&["CHECKPOINT"]).await.or(Ok(())),
+            Dialect::Sqlite => self.sql(&["PRAGMA wal_checkpoint(TRUNCATE)"]).await,
+            Dialect::Mysql => {
+                let mut conn = mysql(&self.url).await?;
+                let before: Option<f64> =
+                    conn.query_first("SELECT @@innodb_max_dirty_pages_pct").await.map_err(fail)?;
+                // Only an administrator may; for others the figures are less exact.
+                if conn.query_drop("SET GLOBAL innodb_max_dirty_pages_pct = 0").await.is_err() {
+                    return Ok(());
+                }
+                for _ in 0..120 {
+                    let sql = "SHOW GLOBAL STATUS LIKE 'Innodb_buffer_pool_pages_dirty'";
+                    let dirty: Option<(String, u64)> = conn.query_first(sql).await.map_err(fail)?;
+                    if dirty.is_none_or(|(_, pages)| pages < 500) {
+                        break;
+                    }
+                    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+                }
+                let restore = format!("SET GLOBAL innodb_max_dirty_pages_pct = {}", before.unwrap_or(90.0));
+                conn.query_drop(restore).await.map_err(fail)
+            }
+        }
+    }
+
     pub async fn remove(&self) -> Result<()> {
         match self.dialect {
             Dialect::Postgres => {
@@ -138,8 +171,14 @@ pub fn message(payload_bytes: usize, n: usize) -> NewMessage {
 
 /// Enqueues many, in batches.
 pub async fn fill(outbox: &Outbox, messages: usize, payload_bytes: usize) -> Result<()> {
+    // Without anything to go by, all would be in the first shard.
+    let sharded = outbox.lanes().get(LANE)?.shards > 1;
+    let message = |n: usize| {
+        let plain = message(payload_bytes, n);
+        if sharded { plain.target(format!("target {}", n % 512)) } else { plain }
+    };
     for start in (0..messages).step_by(1000) {
-        let batch = (start..messages.min(start + 1000)).map(|n| message(payload_bytes, n)).collect();
+        let batch = (start..messages.min(start + 1000)).map(message).collect();
         outbox.enqueue(batch).await?;
     }
     Ok(())

@@ -4,10 +4,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
+use hyper::StatusCode;
 
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
+use crate::loopback;
 
 /// One request as the receiver saw it, and what it answered.
 #[derive(Clone, Debug)]
@@ -32,19 +32,18 @@ pub struct Receiver {
 
 impl Receiver {
     pub async fn start() -> Result<Self> {
-        let trouble =
-            |e: std::io::Error| Failure::failed(format!("cannot listen on 127.0.0.1: {e}; the demo needs a free port"));
-        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(trouble)?;
-        let url = format!("http://{}/invoices", listener.local_addr().map_err(trouble)?);
-        let receiver = Receiver { url, ..Receiver::default() };
-        let serving = receiver.clone();
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                let receiver = serving.clone();
-                tokio::spawn(async move { receiver.serve(stream).await });
+        let receiver = Receiver::default();
+        let log = receiver.clone();
+        let address = loopback::receive(move |headers, body| {
+            let log = log.clone();
+            async move {
+                tokio::time::sleep(Duration::from_millis(10)).await; // it has work to do, too
+                let header = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+                let attempt = header("postrider-attempt").parse().unwrap_or(1);
+                log.judge(header("idempotency-key").to_owned(), attempt, &body)
             }
         });
-        Ok(receiver)
+        Ok(Receiver { url: format!("http://{}/invoices", address.await?), ..receiver })
     }
 
     pub fn arrivals(&self) -> Vec<Arrival> {
@@ -60,47 +59,17 @@ impl Receiver {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One connection, request after request, until it is closed.
-    async fn serve(&self, stream: TcpStream) -> Option<()> {
-        let mut stream = BufReader::new(stream);
-        loop {
-            let (mut key, mut attempt, mut length) = (String::new(), 1, 0);
-            for line in 0.. {
-                let mut text = String::new();
-                if stream.read_line(&mut text).await.ok()? == 0 {
-                    return None;
-                }
-                if line > 0 && text.trim().is_empty() {
-                    break;
-                }
-                let (name, value) = text.split_once(':').unwrap_or(("", ""));
-                match name.to_ascii_lowercase().as_str() {
-                    "idempotency-key" => key = value.trim().to_owned(),
-                    "postrider-attempt" => attempt = value.trim().parse().ok()?,
-                    "content-length" => length = value.trim().parse().ok()?,
-                    _ => {}
-                }
-            }
-            let mut body = vec![0; length];
-            stream.read_exact(&mut body).await.ok()?;
-            tokio::time::sleep(Duration::from_millis(10)).await; // it has work to do, too
-            let (status, reason) = self.judge(key, attempt, &body);
-            let answer = format!("HTTP/1.1 {status} {reason}\r\ncontent-length: 0\r\n\r\n");
-            stream.get_mut().write_all(answer.as_bytes()).await.ok()?;
-        }
-    }
-
-    fn judge(&self, idempotency_key: String, attempt: u32, body: &[u8]) -> (u16, &'static str) {
+    fn judge(&self, idempotency_key: String, attempt: u32, body: &[u8]) -> StatusCode {
         let body: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
         let invoice = body["invoice"].as_u64().unwrap_or(0);
         let mut log = self.lock();
-        let (status, reason) = match invoice {
-            _ if body["amount"].is_null() && !log.1 => (422, "Unprocessable Content"),
-            n if n % 7 == 0 && attempt == 1 => (503, "Service Unavailable"),
-            n if n % 11 == 0 && attempt <= 2 => (500, "Internal Server Error"),
-            _ => (200, "OK"),
+        let status = match invoice {
+            _ if body["amount"].is_null() && !log.1 => StatusCode::UNPROCESSABLE_ENTITY,
+            n if n % 7 == 0 && attempt == 1 => StatusCode::SERVICE_UNAVAILABLE,
+            n if n % 11 == 0 && attempt <= 2 => StatusCode::INTERNAL_SERVER_ERROR,
+            _ => StatusCode::OK,
         };
-        log.0.push(Arrival { idempotency_key, invoice, status });
-        (status, reason)
+        log.0.push(Arrival { idempotency_key, invoice, status: status.as_u16() });
+        status
     }
 }

@@ -20,6 +20,7 @@ impl Core {
         // One row at a time would cost a transaction each: wait until a fair part is free.
         let enough = lane.settings.prefetch().div_ceil(2).min(lane.settings.batch);
         self.phase == Phase::Running
+            && lane.gate == Gate::Open
             && self.apart == Apart::No
             && lane.claims < if lane.shards.iter().any(|s| s.adopt) { 1 } else { CLAIMS }
             && capacity > 0
@@ -136,10 +137,16 @@ impl Core {
             }
         }
         place.walk.clean &= claimed.messages.is_empty();
-        lane.tally.claimed += claimed.messages.len() as u64;
+        let (got, taken_over) = (
+            claimed.messages.len() as u64,
+            claimed.messages.iter().filter(|m| m.taken_over_from.is_some()).count() as u64,
+        );
+        lane.tally.claimed += got;
+        lane.tally.takeovers += taken_over;
+        self.observer.claimed(&lane.settings.lane, got, taken_over);
         if let (Apart::Serving { claimed, .. }, Start::Ids(asked)) = (&mut self.apart, &from) {
             *claimed = true;
-            asked.iter().for_each(|id| drop(self.suspects.remove(id)));
+            self.suspects.retain(|id, _| !asked.contains(id));
         }
         let until = issued.plus(lane.settings.lease);
         lane.renew_at = lane.renew_at.min(issued.plus(lane.settings.lease / 3));
@@ -170,9 +177,6 @@ impl Core {
         now: Tick,
     ) {
         let lane = &mut self.lanes[index];
-        if message.taken_over_from.is_some() {
-            lane.tally.takeovers += 1;
-        }
         // Our own row, in flight: it takes the new token and goes on.
         if let Some(held) = self.held.get_mut(&message.id) {
             if message.lease_token > held.token {
@@ -196,7 +200,7 @@ impl Core {
         if let Some(verdict) = decide::burial(&message, lane.settings.budgets.max_crashes, db_now) {
             held.state = State::Settling;
             lane.add_verdict(Settlement::new(message.lease(), verdict), now);
-        } else if matches!(self.phase, Phase::Draining { .. }) {
+        } else if matches!(self.phase, Phase::Draining { .. }) || lane.gate == Gate::Paused {
             lane.give_back.push((message.lease(), Duration::ZERO, None));
             held.state = State::Settling;
         } else {
@@ -209,7 +213,7 @@ impl Core {
 
     pub(super) fn walk(&mut self, index: usize, now: Tick) {
         let lane = &self.lanes[index];
-        if self.phase != Phase::Running || now < lane.claim_trouble.until {
+        if self.phase != Phase::Running || lane.gate != Gate::Open || now < lane.claim_trouble.until {
             return;
         }
         for shard in 0..self.lanes[index].shards.len() {
@@ -241,7 +245,8 @@ impl Core {
                 return;
             }
         };
-        for seen in &walked.seen {
+        let open = lane.gate == Gate::Open;
+        for seen in walked.seen.iter().filter(|_| open) {
             if Some(seen.mark) >= place.mark || self.held.contains_key(&seen.mark.id) {
                 continue;
             }
@@ -261,6 +266,7 @@ impl Core {
             }
         }
         let entries = walked.seen.len() as u64;
+        place.walk.entries += entries;
         match walked.seen.last() {
             Some(last) if entries == u64::from(WALK_STEP) && Some(last.mark) < place.mark => {
                 place.walk.cursor = Some(last.mark);
@@ -269,7 +275,8 @@ impl Core {
             _ => {
                 place.walk.cursor = None;
                 place.walk.clean = place.walk.began_dry;
-                place.walk.next_at = now.plus(Duration::from_millis(500).mul_f64(1.0 + chance));
+                place.walk.next_at = now.plus(WALK_PAUSE.mul_f64(0.5 + 0.5 * chance));
+                (place.walk.last_entries, place.walk.entries) = (place.walk.entries, 0);
             }
         }
     }

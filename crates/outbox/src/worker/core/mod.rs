@@ -10,6 +10,7 @@ mod settling;
 mod suspects;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Tick;
@@ -17,6 +18,7 @@ use crate::decide::{self, Before, Budgets, Decision};
 use crate::error::{Effect, Error, Kind};
 use crate::lease::Lease;
 use crate::message::{Message, Sha};
+use crate::observe::{Observer, Silent, Standing, Told};
 use crate::outcome::{FlushCode, Outcome, Reach, Settled, Settlement, Verdict, code};
 use crate::store::{Claim, Claimed, From, Mark, Walked};
 
@@ -25,6 +27,8 @@ const MARK_LAG: Duration = Duration::from_millis(200);
 /// Entries of one walk step, and the pace of the walk.
 const WALK_STEP: u32 = 1000;
 const WALK_PER_SECOND: u64 = 20_000;
+/// The longest pause between two passes of the walk.
+const WALK_PAUSE: Duration = Duration::from_secs(1);
 /// Outcomes wait this long for company before they are settled.
 const SETTLE_WAIT: Duration = Duration::from_millis(3);
 /// Claims under way at once, per lane; the second only while there is more than one brings.
@@ -168,6 +172,10 @@ pub enum Event {
         /// *Send begun* was committed for it.
         begun: bool,
     },
+    /// The lanes that are paused now; those not named are open. Before the first of these, nothing is claimed.
+    Paused {
+        lanes: Vec<String>,
+    },
     /// There may be new work.
     Wake,
     /// Finish or give back, then end.
@@ -226,6 +234,9 @@ struct Walk {
     began_dry: bool,
     /// Such a pass was completed, and nothing was claimed since.
     clean: bool,
+    /// Entries of the pass at hand so far, and of the last whole one.
+    entries: u64,
+    last_entries: u64,
 }
 
 #[derive(Debug, Default)]
@@ -272,9 +283,18 @@ impl Trouble {
     }
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    /// Whether it is paused is not known yet.
+    Unknown,
+    Open,
+    Paused,
+}
+
 #[derive(Debug)]
 struct Lane {
     settings: LaneSettings,
+    gate: Gate,
     shards: Vec<Shard>,
     turn: usize,
     next_poll: Tick,
@@ -336,6 +356,7 @@ enum Pending {
 }
 
 pub struct Core {
+    observer: Arc<dyn Observer>,
     owner: String,
     once: bool,
     drain: Duration,
@@ -351,11 +372,23 @@ pub struct Core {
     commands: Vec<Command>,
 }
 
+impl Lane {
+    /// Gives back what was claimed and not begun.
+    fn give_back_ready(&mut self, held: &mut HashMap<i64, Held>) {
+        for message in self.ready.drain(..) {
+            let Some(held) = held.get_mut(&message.id) else { continue };
+            held.state = State::Settling;
+            self.give_back.push((Lease { id: message.id, token: held.token }, Duration::ZERO, None));
+        }
+    }
+}
+
 impl Core {
     pub fn new(settings: Settings, now: Tick) -> Self {
         let lane = |settings: LaneSettings| Lane {
             shards: settings.shards.iter().map(|&id| Shard { id, hungry: true, ..Shard::default() }).collect(),
             settings,
+            gate: Gate::Unknown,
             turn: 0,
             next_poll: now,
             claims: 0,
@@ -377,6 +410,7 @@ impl Core {
             tally: Tally::default(),
         };
         Core {
+            observer: Arc::new(Silent),
             owner: settings.owner,
             once: settings.once,
             drain: settings.drain,
@@ -391,6 +425,24 @@ impl Core {
             phase: Phase::Running,
             commands: Vec::new(),
         }
+    }
+
+    /// Tells this one what happens from now on.
+    pub fn observe(&mut self, observer: Arc<dyn Observer>) {
+        self.observer = observer;
+    }
+
+    /// How each lane stands.
+    pub fn standing(&self) -> impl Iterator<Item = (&str, Standing)> {
+        self.lanes.iter().enumerate().map(|(index, lane)| {
+            let entries: u64 = lane.shards.iter().map(|s| s.walk.last_entries.max(s.walk.entries)).max().unwrap_or(0);
+            let standing = Standing {
+                held: self.held.values().filter(|held| held.lane == index).count(),
+                in_flight: lane.running,
+                walk_bound: WALK_PAUSE + Duration::from_micros(entries * 1_000_000 / WALK_PER_SECOND),
+            };
+            (lane.settings.lane.as_str(), standing)
+        })
     }
 
     pub fn owner(&self) -> &str {
@@ -419,7 +471,11 @@ impl Core {
                     && self.held.is_empty()
                     && self.pending.is_empty()
                     && self.suspects.is_empty()
-                    && self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.dry && s.walk.clean && s.found.is_empty())
+                    && self.lanes.iter().all(|lane| match lane.gate {
+                        Gate::Unknown => false,
+                        Gate::Paused => true,
+                        Gate::Open => lane.shards.iter().all(|s| s.dry && s.walk.clean && s.found.is_empty()),
+                    })
             }
         }
     }
@@ -461,7 +517,7 @@ impl Core {
                 if self.may_claim(lane) {
                     at(lane.next_poll.max(lane.claim_trouble.until));
                 }
-                for shard in lane.shards.iter().filter(|s| s.may_walk()) {
+                for shard in lane.shards.iter().filter(|s| lane.gate == Gate::Open && s.may_walk()) {
                     at(shard.walk.next_at.max(lane.claim_trouble.until));
                 }
             }
@@ -478,6 +534,7 @@ impl Core {
     pub fn handle(&mut self, now: Tick, event: Event) {
         match event {
             Event::Wake => self.lanes.iter_mut().flat_map(|l| &mut l.shards).for_each(|s| s.hungry = true),
+            Event::Paused { lanes } => self.set_gates(&lanes),
             Event::Shutdown => self.begin_drain(now),
             Event::Delivered { id, outcome, begun } => self.delivered(id, outcome, begun, now),
             Event::Claimed { op, result } => self.claimed(op, result, now),
@@ -504,10 +561,17 @@ impl Core {
         self.phase =
             Phase::Draining { abort_at: now.plus(self.drain - reserve), end_at: now.plus(self.drain), aborted: false };
         for lane in &mut self.lanes {
-            for message in lane.ready.drain(..) {
-                let Some(held) = self.held.get_mut(&message.id) else { continue };
-                held.state = State::Settling;
-                lane.give_back.push((Lease { id: message.id, token: held.token }, Duration::ZERO, None));
+            lane.give_back_ready(&mut self.held);
+        }
+    }
+
+    fn set_gates(&mut self, paused: &[String]) {
+        for (index, lane) in self.lanes.iter_mut().enumerate() {
+            lane.gate = if paused.contains(&lane.settings.lane) { Gate::Paused } else { Gate::Open };
+            lane.shards.iter_mut().for_each(|shard| shard.hungry = true);
+            if lane.gate == Gate::Paused {
+                lane.give_back_ready(&mut self.held);
+                self.suspects.retain(|_, suspect| suspect.lane != index);
             }
         }
     }

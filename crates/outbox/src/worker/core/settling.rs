@@ -66,9 +66,11 @@ impl Core {
                     lane.add_verdict(entry, now);
                     continue;
                 }
-                _ => lane.count(&entry, answer),
+                _ => {}
             }
-            if let Some(held) = self.held.remove(&id) {
+            let held = self.held.remove(&id);
+            lane.count(&entry, answer, held.as_ref().map_or(0, |held| held.attempts), &*self.observer);
+            if let Some(held) = held {
                 release_twin(&mut lane.twins, &held);
             }
         }
@@ -192,7 +194,8 @@ impl Lane {
         self.verdicts.push(entry);
     }
 
-    pub(super) fn count(&mut self, entry: &Settlement, answer: Settled) {
+    /// `attempts` counts the outcomes before this one.
+    pub(super) fn count(&mut self, entry: &Settlement, answer: Settled, attempts: u32, observer: &dyn Observer) {
         let (id, lane) = (entry.lease.id, self.settings.lane.as_str());
         let outcome = match answer {
             Settled::Applied => entry.verdict.flush_code(),
@@ -211,6 +214,13 @@ impl Lane {
             _ => &mut self.tally.conflicts,
         };
         *counter += 1;
+        let (counted, reason_code) = match &entry.verdict {
+            Verdict::Sent { .. } => (true, None),
+            Verdict::Retry { code, .. } => (true, Some(code.as_str())),
+            Verdict::Dead { code, counted, .. } => (*counted, Some(code.as_str())),
+        };
+        let attempt = attempts + u32::from(counted);
+        observer.settled(&Told { lane, outbox_id: id, outcome, attempt, reason_code });
         match (&entry.verdict, outcome) {
             (_, FlushCode::Conflict) => {
                 tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), "the lease was lost")

@@ -11,7 +11,8 @@ impl Core {
         match self.apart {
             Apart::No => {
                 let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };
-                let quiet = idle && self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.dry);
+                let open = self.lanes.iter().filter(|lane| lane.gate == Gate::Open);
+                let quiet = idle && open.flat_map(|l| &l.shards).all(|s| s.dry);
                 if now >= self.claims_wait_until()
                     && (quiet || now >= oldest.plus(SUSPECT_PATIENCE).max(self.rest_until))
                 {

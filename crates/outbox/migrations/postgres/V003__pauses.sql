@@ -1,0 +1,5 @@
+-- Lanes nobody claims from until they are resumed. What is live in them stays as it is.
+CREATE TABLE outbox_pauses (
+    lane      TEXT        PRIMARY KEY,
+    paused_at TIMESTAMPTZ NOT NULL
+);
