@@ -272,16 +272,17 @@ async fn prune_keys(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Resu
     let column = if dialect == Dialect::Mysql { "k.`key`" } else { "k.key" };
     let mut params: Vec<Value> = vec![lane.into()];
     let now = tx.now().plus(0, &mut params);
-    let skip = if dialect == Dialect::Sqlite || prune.dry_run { "" } else { " FOR UPDATE SKIP LOCKED" };
-    let sql = format!(
-        "SELECT k.lane, {column} FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < {now}
-         AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id) LIMIT {}{skip}",
-        prune.limit
+    let skip = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
+    let expired = format!(
+        "FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < {now}
+         AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id)"
     );
-    let rows = tx.query(&sql, &params).await?;
     if prune.dry_run {
-        return Ok(rows.len() as u64);
+        let rows = tx.query(&format!("SELECT COUNT(*) {expired}"), &params).await?;
+        return Ok(rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0) as u64);
     }
+    let sql = format!("SELECT k.lane, {column} {expired} LIMIT {}{skip}", prune.limit);
+    let rows = tx.query(&sql, &params).await?;
     let column = column.trim_start_matches("k.");
     let mut gone = 0;
     for row in &rows {
@@ -376,6 +377,17 @@ pub(crate) async fn store_id(tx: &mut (dyn Tx + Send)) -> Result<String> {
 }
 
 pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
+    let mut lanes = depths(tx).await?;
+    for row in tx.query("SELECT lane, status, COUNT(*) FROM outbox_done GROUP BY lane, status", &[]).await? {
+        let stats = lanes.entry(row.text(0)?).or_default();
+        let count = row.int(2)? as u64;
+        if row.text(1)? == "sent" { stats.sent = count } else { stats.dead = count }
+    }
+    Ok(lanes)
+}
+
+/// The same of live messages alone, which does not grow with history.
+pub(crate) async fn depths(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
     let mut lanes: BTreeMap<String, LaneStats> = BTreeMap::new();
     let mut params = Vec::new();
     let now: Vec<String> = (0..4).map(|_| tx.now().plus(0, &mut params)).collect();
@@ -390,11 +402,6 @@ pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, L
         let stats =
             LaneStats { pending: live - leased, leased, oldest_due_seconds: age.as_secs_f64(), ..LaneStats::default() };
         lanes.insert(row.text(0)?, stats);
-    }
-    for row in tx.query("SELECT lane, status, COUNT(*) FROM outbox_done GROUP BY lane, status", &[]).await? {
-        let stats = lanes.entry(row.text(0)?).or_default();
-        let count = row.int(2)? as u64;
-        if row.text(1)? == "sent" { stats.sent = count } else { stats.dead = count }
     }
     Ok(lanes)
 }

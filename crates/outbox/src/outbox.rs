@@ -170,9 +170,8 @@ impl Outbox {
     /// Wakes workers here and elsewhere.
     pub fn ring(&self) {
         self.bell.local.send_modify(|n| *n += 1);
-        if self.bell.wanted.swap(true, Ordering::SeqCst) {
-            return; // one is about to go out, and it will be after this
-        }
+        self.bell.wanted.store(true, Ordering::SeqCst);
+        // Whoever comes first sends one for all. Without a runtime it waits for the next ring that has one.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let outbox = self.clone();
             runtime.spawn(async move { outbox.flush().await });
@@ -385,11 +384,21 @@ impl Outbox {
     }
 
     pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
-        let mut stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::stats(tx))).await?;
+        let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::stats(tx))).await?;
+        Ok(self.with_all_lanes(stats))
+    }
+
+    /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history.
+    pub async fn depths(&self) -> Result<BTreeMap<String, LaneStats>> {
+        let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::depths(tx))).await?;
+        Ok(self.with_all_lanes(stats))
+    }
+
+    fn with_all_lanes(&self, mut stats: BTreeMap<String, LaneStats>) -> BTreeMap<String, LaneStats> {
         for (lane, _) in self.lanes().iter() {
             stats.entry(lane.to_owned()).or_default();
         }
-        Ok(stats)
+        stats
     }
 
     pub async fn list(&self, filter: Filter) -> Result<Vec<Shown>> {

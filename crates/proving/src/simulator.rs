@@ -16,7 +16,7 @@ use postrider::clock::Tick;
 use postrider::decide::Budgets;
 use postrider::error::{Effect, Error, Kind};
 use postrider::lease::Lease;
-use postrider::outcome::{Fault, Outcome, Reach};
+use postrider::outcome::{Fault, Outcome, Reach, Verdict};
 use postrider::store::{Claimed, Filter, Mode, Seen, Status, Store, Walked, transact};
 use postrider::stores::sqlite::SqliteStore;
 use postrider::tx::Tx;
@@ -26,6 +26,9 @@ use postrider::{LaneRules, Lanes, Message, NewMessage, OnSettled, Outbox, Result
 const LANE: &str = "sim";
 const START: Timestamp = Timestamp::from_micros(1_800_000_000_000_000);
 const SECOND: u64 = 1_000_000;
+const LEASE: Duration = Duration::from_secs(15);
+/// After a worker was frozen or stalled, its leases may still be found expired for this long.
+const AFTERMATH: u64 = 40 * SECOND;
 
 /// What a run is made of; all of it follows from the seed.
 #[derive(Clone, Debug)]
@@ -41,6 +44,10 @@ pub struct Plan {
     pub crash_every_sec: u64,
     pub poison: usize,
     pub dedup: bool,
+    /// Outcomes a message may have; few in some runs, so that budgets are reached.
+    pub max_attempts: u32,
+    /// All messages are there from the start, so that several claims are under way at once.
+    pub deep: bool,
 }
 
 impl Plan {
@@ -52,13 +59,15 @@ impl Plan {
         Plan {
             seed,
             workers: rng.usize(1..5),
-            messages: rng.usize(20..160),
+            messages: if seed % 5 == 1 { rng.usize(200..400) } else { rng.usize(20..160) },
             trouble_sec: rng.u64(20..120),
             fault: if calm { 0.0 } else { rng.f64() * 0.25 },
             crash_every_sec: if calm || rng.bool() { 0 } else { rng.u64(5..40) },
             // A twin of the poison would end it by dedup.
             poison: usize::from(!calm && !dedup && rng.u8(0..3) == 0),
             dedup,
+            max_attempts: if rng.u8(0..3) == 0 { 2 } else { 40 },
+            deep: rng.u8(0..3) == 0,
         }
     }
 }
@@ -131,6 +140,17 @@ enum Action {
     Crash {
         worker: usize,
     },
+    /// Is told to stop, and comes back later.
+    Stop {
+        worker: usize,
+        life: u64,
+    },
+    /// Hears that the lane is paused, or open again.
+    Gate {
+        worker: usize,
+        life: u64,
+        paused: bool,
+    },
     Start {
         worker: usize,
     },
@@ -163,8 +183,12 @@ struct World {
     settled: HashSet<Lease>,
     /// What each life of a worker is delivering right now, by content.
     delivering: HashMap<(u64, usize), i64>,
-    /// Workers that were made to die, freeze or stall: what they held may rightly count as lost with them.
-    struck: HashSet<String>,
+    /// Workers that were made to die, freeze or stall, and until when what they hold may rightly count as lost with them.
+    struck: HashMap<String, u64>,
+    /// Workers that stopped when they were told to.
+    stopped: Vec<String>,
+    /// Outcomes recorded per message.
+    counted: HashMap<i64, u32>,
     /// Workers a poison message killed.
     poisoned: HashSet<String>,
     /// Messages taken over from a worker that was struck, since their last outcome.
@@ -211,7 +235,9 @@ impl World {
             holders: HashMap::new(),
             settled: HashSet::new(),
             delivering: HashMap::new(),
-            struck: HashSet::new(),
+            struck: HashMap::new(),
+            stopped: vec![],
+            counted: HashMap::new(),
             poisoned: HashSet::new(),
             unlucky: HashSet::new(),
             outcomes: Outcomes::default(),
@@ -222,7 +248,8 @@ impl World {
             world.at(at, Action::Start { worker });
         }
         for n in 0..world.plan.messages {
-            let at = world.rng.u64(0..world.plan.trouble_sec * SECOND);
+            let last = if world.plan.deep { SECOND } else { world.plan.trouble_sec * SECOND };
+            let at = world.rng.u64(0..last);
             world.at(at, Action::Enqueue(n));
         }
         world
@@ -286,8 +313,25 @@ impl World {
             Action::Enqueue(n) => self.enqueue(n).await,
             Action::Start { worker } => self.start(worker),
             Action::Crash { worker } => {
-                self.strike(worker);
+                self.strike(worker, u64::MAX);
                 self.crash(worker);
+            }
+            Action::Stop { worker, life } => {
+                let now = self.now;
+                if let Some(alive) = self.alive(worker, life) {
+                    alive.core.handle(Tick::from_micros(now), Event::Shutdown);
+                    self.note(format_args!("stop w{worker}"));
+                    self.mark("told to stop");
+                    self.at(now, Action::Step { worker, life });
+                }
+            }
+            Action::Gate { worker, life, paused } => {
+                let (now, lanes) = (self.now, if paused { vec![LANE.to_owned()] } else { vec![] });
+                if let Some(alive) = self.alive(worker, life) {
+                    alive.core.handle(Tick::from_micros(now), Event::Paused { lanes });
+                    self.note(format_args!("w{worker} paused {paused}"));
+                    self.at(now, Action::Step { worker, life });
+                }
             }
             Action::Step { worker, life } => self.step(worker, life),
             Action::Execute { worker, life, owner, command, lose_answer } => {
@@ -305,8 +349,9 @@ impl World {
     fn latency(&mut self, worker: usize) -> u64 {
         if self.trouble() && self.rng.u8(0..8) == 0 {
             self.mark("stalled past a lease");
-            self.strike(worker);
-            return self.rng.u64(5 * SECOND..40 * SECOND);
+            let stall = self.rng.u64(5 * SECOND..40 * SECOND);
+            self.strike(worker, self.now + stall + AFTERMATH);
+            return stall;
         }
         self.rng.u64(50..5_000)
     }
@@ -329,7 +374,7 @@ impl World {
         self.lives += 1;
         let life = self.lives;
         let budgets = Budgets {
-            max_attempts: 40,
+            max_attempts: self.plan.max_attempts,
             max_crashes: 5,
             backoff: Backoff::Exponential { base: Duration::from_secs(1), max: Duration::from_secs(30), jitter: 0.3 },
             retry_after_cap: Duration::from_secs(60),
@@ -337,7 +382,7 @@ impl World {
         let lane = LaneSettings {
             concurrency: 8,
             batch: 16,
-            lease: Duration::from_secs(15),
+            lease: LEASE,
             budgets,
             dedup: self.plan.dedup,
             ..LaneSettings::new(LANE)
@@ -354,17 +399,26 @@ impl World {
         self.workers[worker] = Some(Alive { core, life, next_step: u64::MAX, frozen_until: 0 });
         self.note(format_args!("start w{worker} life {life}"));
         self.at(self.now, Action::Step { worker, life });
+        let end = self.plan.trouble_sec * SECOND;
         if self.plan.crash_every_sec > 0 {
             let at = self.now + self.rng.u64(SECOND..2 * self.plan.crash_every_sec * SECOND);
-            if at < self.plan.trouble_sec * SECOND {
-                self.at(at, Action::Crash { worker });
+            let stop = self.rng.u8(0..4) == 0;
+            if at < end {
+                self.at(at, if stop { Action::Stop { worker, life } } else { Action::Crash { worker } });
             }
+        }
+        if self.rng.u8(0..4) == 0 {
+            let pause = self.now + self.rng.u64(SECOND..30 * SECOND);
+            let resume = pause + self.rng.u64(SECOND..30 * SECOND);
+            self.at(pause, Action::Gate { worker, life, paused: true });
+            self.at(resume, Action::Gate { worker, life, paused: false });
         }
     }
 
-    fn strike(&mut self, worker: usize) {
+    fn strike(&mut self, worker: usize, until: u64) {
         if let Some(alive) = &self.workers[worker] {
-            self.struck.insert(alive.core.owner().to_owned());
+            let excused = self.struck.entry(alive.core.owner().to_owned()).or_default();
+            *excused = until.max(*excused);
         }
     }
 
@@ -374,6 +428,15 @@ impl World {
         }
         self.mark("crashed");
         self.note(format_args!("crash w{worker}"));
+        let again = self.now + self.rng.u64(SECOND / 10..10 * SECOND);
+        self.at(again, Action::Start { worker });
+    }
+
+    /// It stopped by itself, and comes back later under another name. What it left leased, it lost.
+    fn finish(&mut self, worker: usize) {
+        let Some(gone) = self.workers[worker].take() else { return };
+        self.note(format_args!("w{worker} stopped"));
+        self.stopped.push(gone.core.owner().to_owned());
         let again = self.now + self.rng.u64(SECOND / 10..10 * SECOND);
         self.at(again, Action::Start { worker });
     }
@@ -399,13 +462,17 @@ impl World {
         if self.trouble() && self.rng.u16(0..400) == 0 {
             let until = now + self.rng.u64(SECOND..40 * SECOND);
             self.mark("froze");
-            self.strike(worker);
+            self.strike(worker, until + AFTERMATH);
             self.note(format_args!("freeze w{worker} until {until}"));
             if let Some(alive) = self.alive(worker, life) {
                 alive.frozen_until = until;
             }
         }
         let Some(alive) = self.alive(worker, life) else { return };
+        if alive.core.finished(Tick::from_micros(now)) {
+            self.finish(worker);
+            return;
+        }
         let next = alive.core.next_step(Tick::from_micros(now)).micros();
         if idle && next <= now {
             self.outcomes
@@ -567,7 +634,7 @@ impl World {
                         }
                         if let Some(from) = &message.taken_over_from {
                             self.mark("taken over");
-                            if self.struck.contains(from) {
+                            if self.struck.get(from).is_some_and(|until| self.now <= *until) {
                                 self.unlucky.insert(message.id);
                             } else if !self.poisoned.contains(from) {
                                 let lost = format!("P5: {from} is well, and lost message {} to {owner}", message.id);
@@ -599,6 +666,11 @@ impl World {
                     for (entry, answer) in entries.iter().zip(answers) {
                         // The second time it is only told again what the first time did.
                         let first = *answer == Settled::Applied && self.settled.insert(entry.lease);
+                        if first
+                            && !matches!(entry.verdict, Verdict::Dead { counted: false, .. } | Verdict::Sent { .. })
+                        {
+                            *self.counted.entry(entry.lease.id).or_default() += 1;
+                        }
                         self.check_fence("settled", owner, entry.lease, first);
                     }
                     if answers.contains(&Settled::LeaseLost) {
@@ -689,13 +761,15 @@ impl World {
                 // its poisonous neighbour's workers, or healthy ones, must not be buried for it.
                 Status::Dead if !poisoned => {
                     let poison = row.last_error_code.as_deref() == Some("POISON");
-                    if !poison || !self.unlucky.contains(&id) {
+                    let spent = !poison && row.attempts == self.plan.max_attempts;
+                    if spent {
+                        *self.outcomes.marks.entry("died of its attempts").or_default() += 1;
+                    } else if !poison || !self.unlucky.contains(&id) {
                         wrong.push(format!(
                             "message {id} is dead without a reason: {:?} {:?}",
                             row.last_error_code, row.crashes
                         ));
                     }
-                    *self.outcomes.marks.entry("buried by bad luck").or_default() += 1;
                 }
                 Status::Dead if row.last_error_code.as_deref() != Some("POISON") => {
                     wrong.push(format!("the poison message {id} ended as {:?}", row.last_error_code));
@@ -706,8 +780,12 @@ impl World {
             if self.plan.fault == 0.0 && !self.plan.dedup && requests.len() != 1 {
                 wrong.push(format!("nothing failed, and message {id} was sent {} times", requests.len()));
             }
-            if row.crashes > 5 || row.attempts > 40 {
+            if row.crashes > 5 || row.attempts > self.plan.max_attempts {
                 wrong.push(format!("P11: message {id} went over its budgets: {row:?}"));
+            }
+            let recorded = self.counted.get(&id).copied().unwrap_or(0);
+            if row.attempts != recorded {
+                wrong.push(format!("P11: message {id} had {recorded} outcomes, but {} are counted", row.attempts));
             }
         }
         if self.plan.dedup && self.plan.fault == 0.0 && self.plan.workers == 1 {

@@ -1,5 +1,6 @@
 //! The command line, as people type it.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -7,8 +8,10 @@ use clap::{Args, Parser, Subcommand};
 use postrider::Timestamp;
 use postrider::store::Status;
 
+use crate::config::parse_listen;
 use crate::config::values::parse_duration;
 use crate::logs::LogFormat;
+use crate::tokens::Scope;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -40,9 +43,9 @@ pub struct Cli {
     #[arg(long, global = true)]
     pub json: bool,
 
-    /// How logs are written to stderr (RUST_LOG chooses what is logged)
-    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text", global = true)]
-    pub log: LogFormat,
+    /// How logs are written to stderr: text or json [default: text, or `[telemetry] log`]; RUST_LOG chooses what is logged
+    #[arg(long, value_enum, value_name = "FORMAT", global = true, hide_possible_values = true)]
+    pub log: Option<LogFormat>,
 
     #[command(subcommand)]
     pub command: Command,
@@ -54,11 +57,19 @@ pub enum Command {
     Migrate(Migrate),
     /// Write messages into a lane, in a transaction of their own
     Enqueue(Enqueue),
+    /// Run the API and the workers
+    Serve(Serve),
     /// Deliver messages until stopped, or once
     Worker(Worker),
     /// Look at messages and lend a hand: requeue, release, purge
     #[command(subcommand)]
     Outbox(Outbox),
+    /// Make, list and revoke access tokens for the API
+    #[command(subcommand)]
+    Token(Token),
+    /// Check the configuration, or print it as it is understood
+    #[command(subcommand)]
+    Config(ConfigCommand),
     /// See deliveries, retries, a dead message and its requeue, on an embedded database
     Demo(Demo),
     /// Measure how fast this is here, as a ratio to bare SQL on the same database
@@ -139,6 +150,61 @@ pub struct Source {
     /// A file with one message a line; `-` is standard input
     #[arg(long, value_name = "FILE", conflicts_with_all = ["key", "target", "active_key", "delay", "deliver_before"])]
     pub ndjson: Option<PathBuf>,
+}
+
+/// Run the API and the workers.
+///
+/// Migrates the database first; several servers may start at once. SIGTERM or Ctrl-C: takes no more requests, finishes
+/// what is under way within drain_timeout_sec.
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// Address and port [default: 127.0.0.1:8787, or `listen` of the configuration]
+    #[arg(long, value_name = "ADDR", value_parser = parse_listen)]
+    pub listen: Option<SocketAddr>,
+
+    /// Only the API: messages are delivered by other processes
+    #[arg(long)]
+    pub no_workers: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Token {
+    /// Make a token; it is printed once and never again
+    Create(CreateToken),
+    /// List tokens: what they allow, not what they are
+    List,
+    /// Make a token worthless, within a second
+    Revoke {
+        /// Its id, the number after `pr_`
+        id: i64,
+    },
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  postrider token create --scope enqueue,read --lane invoices --expires 90d --name shop"
+)]
+pub struct CreateToken {
+    /// What it allows: enqueue, read, operate, admin (several with commas)
+    #[arg(long = "scope", value_name = "SCOPES", required = true, value_delimiter = ',')]
+    pub scopes: Vec<Scope>,
+    /// Only on this lane
+    #[arg(long, value_name = "LANE")]
+    pub lane: Option<String>,
+    /// Worthless after this time: 12h, 90d [default: never]
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+    pub expires: Option<Duration>,
+    /// For whom it is
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub name: String,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ConfigCommand {
+    /// Say whether the configuration can be used; exit with 2 and the line if not
+    Check,
+    /// Print the configuration in force, secrets masked
+    Print,
 }
 
 /// Deliver messages until stopped, or once.

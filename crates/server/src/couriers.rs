@@ -34,6 +34,20 @@ impl Destination {
         }
     }
 
+    /// As it may be shown: where to, but not with which headers.
+    pub fn shown(&self) -> serde_json::Value {
+        match self {
+            Destination::Http { url, timeout, headers } => {
+                let headers: serde_json::Map<String, serde_json::Value> =
+                    headers.iter().map(|(name, _)| (name.clone(), "***".into())).collect();
+                // A path or a query may hold a secret.
+                let origin = url::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default();
+                serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers })
+            }
+            other => serde_json::json!({ "kind": other.name() }),
+        }
+    }
+
     /// Refuses what nothing could be delivered to, before anything starts.
     pub fn check(&self) -> postrider::Result<()> {
         match self {

@@ -6,11 +6,11 @@
 use std::path::Path;
 
 use postrider::stores::without_password;
-use postrider::tx::Dialect;
 use postrider::{Outbox, stores};
 
 use crate::config::Config;
 use crate::failure::{Failure, Result};
+use crate::schema::MIGRATIONS;
 
 /// Whatever its schema.
 pub async fn open(config: &Config) -> Result<Outbox> {
@@ -21,7 +21,7 @@ pub async fn open(config: &Config) -> Result<Outbox> {
 fn options(config: &Config) -> stores::Options {
     let defaults = stores::Options::default();
     let lease = config.lanes.values().map(|lane| lane.settings.lease).min().unwrap_or(defaults.lease);
-    stores::Options { lease, ..defaults }
+    stores::Options { lease, migrations: MIGRATIONS.to_vec(), ..defaults }
 }
 
 /// Only to look: a SQLite file that is not there is not created, and looks empty.
@@ -32,15 +32,21 @@ pub async fn open_as_is(config: &Config) -> Result<Outbox> {
     Ok(Outbox::open("sqlite::memory:", config.store_lanes()).await?)
 }
 
+/// Migrated, wherever it is: for the server, which several processes may start at once.
+pub async fn open_migrated(config: &Config) -> Result<Outbox> {
+    let outbox = open(config).await?;
+    for migration in outbox.migrate().await? {
+        tracing::info!(migration, database = shown(config), "migrated");
+    }
+    Ok(outbox)
+}
+
 /// With the schema this binary needs.
 pub async fn open_ready(config: &Config) -> Result<Outbox> {
-    let outbox = open(config).await?;
-    if outbox.store().dialect() == Dialect::Sqlite {
-        for migration in outbox.migrate().await? {
-            tracing::info!(migration, database = shown(config), "migrated");
-        }
-        return Ok(outbox);
+    if config.database.starts_with("sqlite:") {
+        return open_migrated(config).await;
     }
+    let outbox = open(config).await?;
     let pending = outbox.pending_migrations().await?;
     if pending.is_empty() {
         outbox.register_lanes().await?;

@@ -9,11 +9,15 @@ mod couriers;
 mod database;
 mod demo;
 mod failure;
+mod http;
 mod logs;
 mod loopback;
+mod metrics;
 mod output;
+mod schema;
 mod secret;
 mod table;
+mod tokens;
 
 use std::process::ExitCode;
 

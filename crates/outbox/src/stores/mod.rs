@@ -62,7 +62,7 @@ impl Options {
     /// After this long in silence the database ends a session of ours.
     #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn silence(&self) -> Duration {
-        (self.lease / 3).clamp(Duration::from_secs(2), Duration::from_secs(60))
+        (self.lease / 3).clamp(Duration::from_millis(300), Duration::from_secs(60))
     }
 }
 

@@ -272,7 +272,7 @@ impl MysqlStore {
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(),
             format!(
                 "SET SESSION wait_timeout = {}, innodb_lock_wait_timeout = 5, time_zone = '+00:00'",
-                options.silence().as_secs()
+                options.silence().as_secs().max(1)
             ),
         ];
         let opts =

@@ -38,7 +38,8 @@ pub(crate) struct Loan<C: Connect> {
 
 impl<C: Connect> Pool<C> {
     pub fn new(connector: C, options: &Options) -> Self {
-        let (size, deadline, longest_idle) = (options.connections.max(1), options.deadline, options.silence() / 2);
+        let (size, deadline, longest_idle) =
+            (options.connections.max(1), options.deadline, options.silence().max(Duration::from_secs(1)) / 2);
         Pool {
             connector,
             longest_idle,

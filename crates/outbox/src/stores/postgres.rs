@@ -113,7 +113,8 @@ impl Connection {
             self.client.batch_execute("COMMIT"),
         )
         .await;
-        begun.map_err(|e| classify(&e))?;
+        // Everything was on its way when the BEGIN failed.
+        begun.map_err(|e| at_commit(&e))?;
         // An error of the statement itself is definite; a broken connection is not: the COMMIT was on its way.
         let rows = rows.map_err(|e| at_commit(&e))?;
         committed.map_err(|e| at_commit(&e))?;

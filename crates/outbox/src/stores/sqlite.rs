@@ -175,7 +175,15 @@ fn connect(path: Option<&PathBuf>, skew: &Arc<Skew>, read_only: bool) -> Result<
         "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON; PRAGMA temp_store = MEMORY;
          PRAGMA cache_size = -64000; PRAGMA wal_autocheckpoint = 8000;"
     };
-    connection.execute_batch(pragmas).map_err(named)?;
+    // The change to WAL needs the file for itself and does not wait: another process may be making it right now.
+    let mut round = 0;
+    while let Err(error) = connection.execute_batch(pragmas) {
+        let busy = error.sqlite_error().is_some_and(|e| e.code == rusqlite::ErrorCode::DatabaseBusy);
+        if !busy || !wait_for_other_process(round) {
+            return Err(named(error));
+        }
+        round += 1;
+    }
     Ok(SqliteTx { connection, skew: skew.clone(), failed: false })
 }
 
@@ -225,6 +233,16 @@ fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Reques
             let _ = tx.batch("SAVEPOINT request");
         }
         let (fine, finish) = (request.job)(if begun.is_ok() { Some(&mut *tx) } else { None });
+        if begun.is_ok() && tx.connection.is_autocommit() {
+            // The file is full or failed: SQLite has rolled all of it back by itself, savepoints included.
+            let lost =
+                Error::new(Kind::Unavailable, "SQLite rolled back: the disk is full or failed; nothing was changed");
+            done.drain(..).for_each(|finish| finish(Err(lost.clone())));
+            finish(if fine { Err(lost) } else { Ok(()) });
+            begun = tx.batch(begin);
+            next = if taken < GROUP { requests.try_recv().ok() } else { None };
+            continue;
+        }
         match (&begun, guarded, fine) {
             (Err(error), ..) => finish(Err(error.clone())),
             (Ok(()), true, _) => {

@@ -239,7 +239,7 @@ impl Driver {
             }
             if instant {
                 while let Ok(event) = self.events.try_recv() {
-                    self.core.handle(now, event);
+                    self.hear(now, event);
                 }
                 continue;
             }

@@ -1,9 +1,12 @@
 //! The commands, one file each, and the way from the arguments to one of them.
 
+mod config;
 mod enqueue;
 mod migrate;
 mod ndjson;
 mod outbox;
+mod serve;
+mod token;
 mod worker;
 
 use std::process::ExitCode;
@@ -32,27 +35,35 @@ pub fn main() -> ExitCode {
 
 fn start(cli: Cli) -> Result<Ending> {
     let level = match cli.command {
-        Command::Worker(_) => "info",
+        Command::Worker(_) | Command::Serve(_) => "info",
         // Its dead letter is part of the play.
         Command::Demo(_) => "error",
         _ => "warn",
     };
-    logs::start(cli.log, level);
+    let config = match cli.command {
+        Command::Demo(_) | Command::Completions { .. } => None,
+        _ => Some(Config::load(cli.config.as_deref(), cli.database.clone())?),
+    };
+    let format = cli.log.or(config.as_ref().and_then(|config| config.log)).unwrap_or_default();
+    logs::start(format, level);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let runtime = runtime.map_err(|e| Failure::failed(format!("cannot start: {e}")))?;
-    let ending = runtime.block_on(run(cli));
+    let ending = runtime.block_on(run(cli, config));
     // A connection that hangs must not hold up the exit.
     runtime.shutdown_background();
     ending
 }
 
-async fn run(cli: Cli) -> Result<Ending> {
+async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
     let output = Output { json: cli.json };
-    let config = || Config::load(cli.config.as_deref(), cli.database.clone());
+    let config = move || config.ok_or_else(|| Failure::failed("this command reads no configuration"));
     match cli.command {
         Command::Migrate(args) => migrate::run(&config()?, args, output).await,
         Command::Enqueue(args) => enqueue::run(&config()?, args, output).await,
-        Command::Worker(args) => worker::run(&config()?, args, output).await,
+        Command::Serve(args) => serve::run(&config()?, args, output).await,
+        Command::Token(args) => token::run(&config()?, args, output).await,
+        Command::Config(args) => config::run(&config()?, &args, output),
+        Command::Worker(args) => worker::run(&mut config()?, args, output).await,
         Command::Outbox(args) => outbox::run(&config()?, args, output).await,
         Command::Bench(args) => {
             let figures = bench::run(&args, &config()?.database).await?;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use postrider::Outbox;
 use postrider::worker::Report;
 use postrider::worker::core::Tally;
 use serde_json::json;
@@ -14,20 +15,21 @@ use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
 use crate::table::Table;
 
-pub async fn run(config: &Config, args: Worker, output: Output) -> Result<Ending> {
-    let lanes = chosen(config, &args)?;
-    let outbox = database::open_ready(config).await?;
-    let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
-    for (name, lane) in &lanes {
-        let mut settings = lane.settings.clone();
+pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<Ending> {
+    let names: Vec<String> = chosen(config, &args)?.iter().map(|(name, _)| (*name).to_owned()).collect();
+    // Before the store is opened: how long its sessions may be silent goes by the shortest lease.
+    for (name, lane) in config.lanes.iter_mut().filter(|(name, _)| names.contains(name)) {
         if !args.shards.is_empty() {
-            settings.shards = shards(name, lane, &args.shards)?;
+            lane.settings.shards = shards(name, lane, &args.shards)?;
         }
+        let settings = &mut lane.settings;
         settings.concurrency = args.concurrency.map_or(settings.concurrency, |n| n as usize);
         settings.batch = args.batch.map_or(settings.batch, |n| n as usize);
         settings.lease = args.lease_seconds.map_or(settings.lease, |n| Duration::from_secs(n.into()));
-        worker = worker.lane_with(settings, lane.destination.courier(&outbox, output).await?);
     }
+    let lanes = chosen(config, &args)?;
+    let outbox = database::open_ready(config).await?;
+    let mut worker = build(config, &outbox, &lanes, output).await?;
     if let Some(name) = &args.worker_id {
         worker = worker.name(name);
     }
@@ -46,6 +48,20 @@ pub async fn run(config: &Config, args: Worker, output: Output) -> Result<Ending
         lanes.iter().map(|(name, _)| ((*name).to_owned(), Tally::default())).collect()
     };
     finish(&report, &args, output)
+}
+
+/// A worker for these lanes, as they are configured.
+pub async fn build(
+    config: &Config,
+    outbox: &Outbox,
+    lanes: &[(&str, &Lane)],
+    output: Output,
+) -> Result<postrider::Worker> {
+    let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
+    for (_, lane) in lanes {
+        worker = worker.lane_with(lane.settings.clone(), lane.destination.courier(outbox, output).await?);
+    }
+    Ok(worker)
 }
 
 fn chosen<'a>(config: &'a Config, args: &Worker) -> Result<Vec<(&'a str, &'a Lane)>> {
@@ -77,7 +93,7 @@ fn shards(name: &str, lane: &Lane, wanted: &[u32]) -> Result<Vec<u32>> {
 
 /// Resolves at SIGTERM or Ctrl-C. A second one ends the process at once; what it holds is taken over when its leases
 /// run out.
-fn stop_signal() -> Result<impl Future<Output = ()>> {
+pub fn stop_signal() -> Result<impl Future<Output = ()>> {
     let listen = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot listen for signals: {e}")));
     let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     Ok(async move {

@@ -7,6 +7,8 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use toml::Spanned;
 
+use crate::logs::LogFormat;
+
 use super::values::{BackoffRule, BackoffTable, Count, Seconds, Span};
 
 /// Sections of parts that are still to come: known, and refused by name.
@@ -21,6 +23,11 @@ macro_rules! file {
             pub outbox: OutboxKeys,
             #[serde(default)]
             pub lane: BTreeMap<String, Spanned<LaneKeys>>,
+            #[serde(default)]
+            pub auth: AuthKeys,
+            pub tls: Option<Spanned<TlsKeys>>,
+            #[serde(default)]
+            pub telemetry: TelemetryKeys,
             $($later: Option<Spanned<IgnoredAny>>,)*
         }
 
@@ -32,7 +39,40 @@ macro_rules! file {
         }
     };
 }
-file!(webhooks, orders, memory, gate, auth, secrets, tls, telemetry, alerts, store, verify);
+file!(webhooks, orders, memory, gate, secrets, alerts, store, verify);
+
+/// `[auth]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [auth]")]
+pub struct AuthKeys {
+    #[serde(default)]
+    pub mode: AuthMode,
+}
+
+/// When a token is needed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AuthMode {
+    /// Beyond loopback.
+    #[default]
+    Auto,
+    Always,
+}
+
+/// `[tls]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [tls]")]
+pub struct TlsKeys {
+    pub cert: String,
+    pub key: String,
+}
+
+/// `[telemetry]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [telemetry]")]
+pub struct TelemetryKeys {
+    pub log: Option<LogFormat>,
+}
 
 /// `[outbox]`: for all lanes.
 #[derive(Debug, Default, Deserialize)]

@@ -5,6 +5,7 @@ mod tuning;
 pub mod values;
 
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,14 +14,17 @@ use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 
+pub use self::file::AuthMode;
 use self::file::{CourierName, File, LaneKeys};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
+use crate::logs::LogFormat;
 use crate::secret;
 
 const DEFAULT_FILE: &str = "postrider.toml";
 const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
+const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8787);
 /// Lanes of parts that are still to come.
 const PEERS: [&str; 3] = ["webhooks", "orders", "memory"];
 
@@ -28,9 +32,20 @@ const PEERS: [&str; 3] = ["webhooks", "orders", "memory"];
 #[derive(Debug)]
 pub struct Config {
     pub database: String,
+    pub listen: SocketAddr,
+    pub auth: AuthMode,
+    pub tls: Option<TlsFiles>,
+    pub log: Option<LogFormat>,
     pub enabled: bool,
     pub drain: Duration,
     pub lanes: BTreeMap<String, Lane>,
+}
+
+/// A certificate and its key, in PEM files.
+#[derive(Clone, Debug)]
+pub struct TlsFiles {
+    pub cert: PathBuf,
+    pub key: PathBuf,
 }
 
 /// One lane: what the store keeps, how it is worked, where it goes.
@@ -89,6 +104,11 @@ impl Config {
             ))
         })
     }
+}
+
+/// An address and a port.
+pub fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| format!("listen must be an address and a port, like \"127.0.0.1:8787\"; not `{text}`"))
 }
 
 /// Complains with the file and the line.
@@ -152,11 +172,10 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             format!("[{name}] is for a part that this version of postrider does not have yet; take the section out");
         return Err(place.wrong(at, what));
     }
-    if let Some(listen) = &file.listen
-        && listen.get_ref().parse::<std::net::SocketAddr>().is_err()
-    {
-        return Err(place.wrong(listen.span(), "listen must be an address and a port, like \"127.0.0.1:8787\""));
-    }
+    let listen = match &file.listen {
+        None => DEFAULT_LISTEN,
+        Some(listen) => parse_listen(listen.get_ref()).map_err(|e| place.wrong(listen.span(), e))?,
+    };
     if let (Some(_), Some(twice)) = (&file.outbox.backoff, &file.outbox.backoff_sec) {
         return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
     }
@@ -175,6 +194,13 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     }
     Ok(Config {
         database: file.database.unwrap_or_default(),
+        listen,
+        auth: file.auth.mode,
+        tls: file
+            .tls
+            .map(|keys| keys.into_inner())
+            .map(|keys| TlsFiles { cert: keys.cert.into(), key: keys.key.into() }),
+        log: file.telemetry.log,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,

@@ -3,6 +3,7 @@
 // Processes take real time, and a deadline on them is read from a real clock.
 #![allow(clippy::disallowed_methods)]
 
+mod api;
 mod bad_input;
 mod configuration;
 mod demo;
@@ -12,6 +13,7 @@ mod on_every_database;
 mod outage;
 mod receiver;
 mod scratch;
+mod serve;
 mod terminal;
 mod tls;
 mod worker;

@@ -22,9 +22,14 @@ impl Core {
         self.phase == Phase::Running
             && lane.gate == Gate::Open
             && self.apart == Apart::No
-            && lane.claims < if lane.shards.iter().any(|s| s.adopt) { 1 } else { CLAIMS }
+            && lane.claims < if lane.shards.iter().any(|s| s.lost.is_some()) { 1 } else { CLAIMS }
             && capacity > 0
             && (capacity >= enough || lane.running + lane.claims == 0)
+    }
+
+    /// In a drain nothing is claimed, but what may be ours without our knowing is looked for, to be given back.
+    pub(super) fn must_adopt(&self, lane: &Lane) -> bool {
+        matches!(self.phase, Phase::Draining { .. }) && lane.claims == 0 && lane.shards.iter().any(|s| s.lost.is_some())
     }
 
     pub(super) fn claim(&mut self, index: usize, now: Tick) {
@@ -33,18 +38,20 @@ impl Core {
 
     pub(super) fn claim_once(&mut self, index: usize, now: Tick) -> bool {
         let lane = &self.lanes[index];
-        if !self.may_claim(lane) || now < lane.claim_trouble.until {
+        let only_lost = self.must_adopt(lane);
+        if !(only_lost || self.may_claim(lane)) || now < lane.claim_trouble.until {
             return false;
         }
-        let capacity = self.capacity(lane);
+        let capacity = if only_lost { lane.settings.batch } else { self.capacity(lane) };
         let poll_due = now >= lane.next_poll;
         let shards = lane.shards.len();
-        let wants = |s: &Shard| s.hungry || s.adopt || poll_due || !s.found.is_empty();
+        let wants = |s: &Shard| s.lost.is_some() || (!only_lost && (s.hungry || poll_due || !s.found.is_empty()));
         let Some(turn) = (0..shards).map(|n| (lane.turn + n) % shards).find(|&n| wants(&lane.shards[n])) else {
             return false;
         };
         let chance = self.rng.f64();
-        let mut known: Vec<i64> = if lane.shards[turn].adopt { self.held.keys().copied().collect() } else { vec![] };
+        let mut known: Vec<i64> =
+            if lane.shards[turn].lost.is_some() { self.held.keys().copied().collect() } else { vec![] };
         known.sort_unstable(); // the same seed gives the same trace
         let lane = &mut self.lanes[index];
         if poll_due {
@@ -55,9 +62,9 @@ impl Core {
         lane.turn = turn + 1;
         let shard = &mut lane.shards[turn];
         // Where the last claim came back full, the next one goes out before this one's answer.
-        shard.hungry = shard.deep && !shard.adopt && lane.claims == 0;
-        let from = if shard.adopt {
-            From::Adopt { mark: shard.mark, known }
+        shard.hungry = shard.deep && shard.lost.is_none() && lane.claims == 0;
+        let from = if let Some(mark) = shard.lost {
+            From::Adopt { mark, known }
         } else if !shard.found.is_empty() {
             let n = shard.found.len().min(capacity);
             From::Ids(shard.found.drain(..n).collect())
@@ -83,7 +90,8 @@ impl Core {
             from,
         };
         let from = match &claim.from {
-            From::Mark(mark) | From::Adopt { mark, .. } => Start::Mark(*mark),
+            From::Mark(mark) => Start::Mark(*mark),
+            From::Adopt { mark, .. } => Start::Adopt(*mark),
             From::Ids(ids) => Start::Ids(ids.clone()),
         };
         let op = self.op(Pending::Claim { lane: index, shard, issued: now, limit, from });
@@ -103,8 +111,10 @@ impl Core {
             Err(error) => {
                 let place = &mut lane.shards[shard];
                 match from {
-                    Start::Mark(mark) => {
-                        place.adopt |= error.effect == Effect::Unknown;
+                    Start::Mark(mark) | Start::Adopt(mark) => {
+                        if error.effect == Effect::Unknown {
+                            place.lost = Some(place.lost.map_or(mark, |lost| lost.min(mark)));
+                        }
                         // The other claim under way may have passed over what this one had locked.
                         place.mark = place.mark.min(mark);
                         place.hungry = true;
@@ -120,8 +130,12 @@ impl Core {
         };
         lane.claim_trouble.over();
         let place = &mut lane.shards[shard];
+        if let Start::Adopt(_) = from {
+            // Only a look from the place that was lost, to its end, says that nothing more of it is ours.
+            let next = claimed.messages.last().map(|last| Mark { due_at: last.due_at, id: last.id + 1 });
+            place.lost = if claimed.exhausted { None } else { next.map(Some).or(place.lost) };
+        }
         if let Start::Mark(_) = from {
-            place.adopt = false;
             let lag = Mark { due_at: claimed.now.minus(MARK_LAG), id: 0 };
             let reached = match claimed.messages.last() {
                 _ if claimed.exhausted => Some(lag),
@@ -177,11 +191,19 @@ impl Core {
         now: Tick,
     ) {
         let lane = &mut self.lanes[index];
-        // Our own row, in flight: it takes the new token and goes on.
         if let Some(held) = self.held.get_mut(&message.id) {
-            if message.lease_token > held.token {
-                held.token = message.lease_token;
-                held.until = until;
+            // Our own row, in flight. If nobody had it in between and nothing was recorded, it takes the new token and
+            // goes on. Else what is in flight has lost its lease, and the new one is for another attempt.
+            let unchanged = message.taken_over_from.is_none()
+                && message.lease_token == held.token + 1
+                && message.attempts == held.attempts;
+            if unchanged {
+                (held.token, held.until) = (message.lease_token, until);
+                for ready in lane.ready.iter_mut().filter(|ready| ready.id == message.id) {
+                    ready.lease_token = message.lease_token;
+                }
+            } else if message.lease_token > held.token {
+                lane.give_back.push((message.lease(), Duration::ZERO, None));
             }
             return;
         }
@@ -234,7 +256,7 @@ impl Core {
         let Some(Pending::Walk { lane: index, shard }) = self.pending.remove(&op) else { return };
         let chance = self.rng.f64();
         let lane = &mut self.lanes[index];
-        let max_crashes = lane.settings.budgets.max_crashes;
+        let (max_crashes, lease) = (lane.settings.budgets.max_crashes, lane.settings.lease);
         let place = &mut lane.shards[shard];
         place.walk.busy = false;
         let walked = match result {
@@ -250,9 +272,11 @@ impl Core {
             if Some(seen.mark) >= place.mark || self.held.contains_key(&seen.mark.id) {
                 continue;
             }
-            if !seen.hold.claimable(seen.mark.due_at, walked.now) {
-                // Ours already, though we do not know it: the answer to its claim was lost, and it will be asked again.
-                if seen.hold.locked_by.as_ref() != Some(&self.owner) {
+            // Ours without our knowing, and not renewed for longer than a claim takes: its answer was lost.
+            let ours = seen.hold.locked_by.as_ref() == Some(&self.owner);
+            let forgotten = ours && seen.hold.lease_until.is_some_and(|until| until < walked.now.plus(lease * 2 / 3));
+            if !forgotten && !seen.hold.claimable(seen.mark.due_at, walked.now) {
+                if !ours {
                     self.suspects.remove(&seen.mark.id);
                 }
                 continue;

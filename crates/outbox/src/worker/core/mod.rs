@@ -243,8 +243,8 @@ struct Walk {
 struct Shard {
     id: u32,
     mark: Option<Mark>,
-    /// A claim's answer was lost: rows may be ours without our knowing.
-    adopt: bool,
+    /// A claim's answer was lost: from here on (from the head without a mark) rows may be ours without our knowing.
+    lost: Option<Option<Mark>>,
     /// Claim without waiting for the poll.
     hungry: bool,
     /// The last claim came back full: there is more.
@@ -330,8 +330,15 @@ struct Suspect {
 #[derive(Debug, PartialEq, Eq)]
 enum Apart {
     No,
-    Clearing,
-    Serving { since: Tick, claimed: bool },
+    /// Waits until nothing else is held.
+    Clearing {
+        since: Tick,
+    },
+    /// `since` is when the clearing began.
+    Serving {
+        since: Tick,
+        claimed: bool,
+    },
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -343,6 +350,7 @@ enum Phase {
 /// Where a claim under way began.
 enum Start {
     Mark(Option<Mark>),
+    Adopt(Option<Mark>),
     Ids(Vec<i64>),
 }
 
@@ -465,7 +473,10 @@ impl Core {
     /// Nothing is left to be done, by a drain or by `once`.
     pub fn finished(&self, now: Tick) -> bool {
         match self.phase {
-            Phase::Draining { end_at, .. } => (self.held.is_empty() && self.pending.is_empty()) || now >= end_at,
+            Phase::Draining { end_at, .. } => {
+                let nothing_lost = self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.lost.is_none());
+                (self.held.is_empty() && self.pending.is_empty() && nothing_lost) || now >= end_at
+            }
             Phase::Running => {
                 self.once
                     && self.held.is_empty()
@@ -513,6 +524,9 @@ impl Core {
             if !lane.renewing {
                 at(lane.renew_at);
             }
+            if self.phase != Phase::Running && self.must_adopt(lane) {
+                at(lane.claim_trouble.until);
+            }
             if self.phase == Phase::Running {
                 if self.may_claim(lane) {
                     at(lane.next_poll.max(lane.claim_trouble.until));
@@ -521,6 +535,9 @@ impl Core {
                     at(shard.walk.next_at.max(lane.claim_trouble.until));
                 }
             }
+        }
+        if let Apart::Clearing { since } | Apart::Serving { since, .. } = self.apart {
+            at(since.plus(self.longest_lease()));
         }
         if self.apart == Apart::No
             && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
@@ -560,6 +577,8 @@ impl Core {
         let reserve = (self.drain / 4).min(Duration::from_secs(2));
         self.phase =
             Phase::Draining { abort_at: now.plus(self.drain - reserve), end_at: now.plus(self.drain), aborted: false };
+        self.apart = Apart::No;
+        self.suspects.clear();
         for lane in &mut self.lanes {
             lane.give_back_ready(&mut self.held);
         }

@@ -1,6 +1,6 @@
 //! Settles, what is given back, and renewals of all that is held meanwhile.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use super::*;
@@ -17,7 +17,8 @@ impl Core {
             }
             let n = lane.verdicts.len().min(lane.settings.batch.max(1));
             let mut entries: Vec<Settlement> = lane.verdicts.drain(..n).collect();
-            for entry in &mut entries {
+            // Adopted meanwhile? But what may be recorded already is asked for under the token it was recorded with.
+            for entry in entries.iter_mut().filter(|entry| !entry.again) {
                 if let Some(held) = self.held.get(&entry.lease.id) {
                     entry.lease.token = held.token;
                 }
@@ -68,11 +69,8 @@ impl Core {
                 }
                 _ => {}
             }
-            let held = self.held.remove(&id);
-            lane.count(&entry, answer, held.as_ref().map_or(0, |held| held.attempts), &*self.observer);
-            if let Some(held) = held {
-                release_twin(&mut lane.twins, &held);
-            }
+            lane.count(&entry, answer, self.held.get(&id).map_or(0, |held| held.attempts), &*self.observer);
+            lane.done_with(entry.lease, &mut self.held);
         }
     }
 
@@ -105,9 +103,7 @@ impl Core {
             Ok(answers) => {
                 lane.tally.deferred += answers.iter().filter(|given| **given).count() as u64;
                 for lease in leases {
-                    if let Some(held) = self.held.remove(&lease.id) {
-                        release_twin(&mut lane.twins, &held);
-                    }
+                    lane.done_with(lease, &mut self.held);
                 }
             }
             Err(error) => {
@@ -187,6 +183,22 @@ pub(super) fn release_twin(twins: &mut HashSet<Twin>, held: &Held) {
 }
 
 impl Lane {
+    /// This lease is over. A newer one of the same message, which we got meanwhile, is given back: it is another attempt.
+    fn done_with(&mut self, lease: Lease, held: &mut HashMap<i64, Held>) {
+        match held.get(&lease.id) {
+            Some(newer) if newer.token > lease.token => {
+                self.give_back.push((Lease { id: lease.id, token: newer.token }, Duration::ZERO, None));
+            }
+            Some(older) if older.token < lease.token => {} // what is in flight was never this lease
+            Some(_) => {
+                if let Some(held) = held.remove(&lease.id) {
+                    release_twin(&mut self.twins, &held);
+                }
+            }
+            None => {}
+        }
+    }
+
     pub(super) fn add_verdict(&mut self, entry: Settlement, now: Tick) {
         if self.verdicts.is_empty() {
             self.verdicts_since = now;

@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// Groups are served one after the other for this long, so that clearing is paid for once.
+const SERVING: Duration = Duration::from_secs(1);
+
 impl Core {
     pub(super) fn advance_suspects(&mut self, now: Tick) {
         if self.phase != Phase::Running {
@@ -13,22 +16,37 @@ impl Core {
                 let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };
                 let open = self.lanes.iter().filter(|lane| lane.gate == Gate::Open);
                 let quiet = idle && open.flat_map(|l| &l.shards).all(|s| s.dry);
-                if now >= self.claims_wait_until()
-                    && (quiet || now >= oldest.plus(SUSPECT_PATIENCE).max(self.rest_until))
-                {
-                    self.apart = Apart::Clearing;
+                let patience_ended = now >= oldest.plus(SUSPECT_PATIENCE).max(self.rest_until);
+                if now >= self.claims_wait_until() && (quiet || patience_ended) {
+                    self.apart = Apart::Clearing { since: now };
                     self.advance_suspects(now);
                 }
             }
-            Apart::Clearing if idle => self.claim_suspects(now),
+            Apart::Clearing { since } if idle => self.claim_suspects(since, now),
             Apart::Serving { since, claimed: true } if idle => {
-                // At most a tenth of the time, while there is other work.
-                self.rest_until = now.plus(now.since(since) * 9);
-                self.apart = Apart::No;
-                self.advance_suspects(now);
+                if self.suspects.is_empty() || now >= since.plus(SERVING) {
+                    self.rest(since, now);
+                    self.advance_suspects(now);
+                } else {
+                    self.claim_suspects(since, now);
+                }
+            }
+            // Something is held that does not come to its end: the others have waited long enough.
+            Apart::Clearing { since } | Apart::Serving { since, .. } if now >= since.plus(self.longest_lease()) => {
+                self.rest(since, now);
             }
             _ => {}
         }
+    }
+
+    /// At most a tenth of the time, while there is other work.
+    fn rest(&mut self, since: Tick, now: Tick) {
+        self.rest_until = now.plus(now.since(since) * 9);
+        self.apart = Apart::No;
+    }
+
+    pub(super) fn longest_lease(&self) -> Duration {
+        self.lanes.iter().map(|lane| lane.settings.lease).max().unwrap_or_default()
     }
 
     /// All lanes share one database: while it is in trouble, the trouble of one is the trouble of all.
@@ -36,7 +54,7 @@ impl Core {
         self.lanes.iter().map(|lane| lane.claim_trouble.until).max().unwrap_or_default()
     }
 
-    pub(super) fn claim_suspects(&mut self, now: Tick) {
+    fn claim_suspects(&mut self, since: Tick, now: Tick) {
         let Some((lane, shard, suspicion)) =
             self.suspects.values().min_by_key(|s| s.since).map(|s| (s.lane, s.shard, s.suspicion))
         else {
@@ -46,7 +64,7 @@ impl Core {
         let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
         let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
         let ids: Vec<i64> = self.suspects.iter().filter(|(_, s)| alike(s)).map(|(id, _)| *id).take(group).collect();
-        self.apart = Apart::Serving { since: now, claimed: false };
+        self.apart = Apart::Serving { since, claimed: false };
         let limit = ids.len() as u32;
         self.send_claim(lane, shard, From::Ids(ids), limit, now);
     }

@@ -1,0 +1,107 @@
+//! `postrider serve`: the API and the workers in one process, until a signal.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use postrider::Outbox;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+
+use super::worker::{build, stop_signal};
+use crate::cli::Serve;
+use crate::config::{AuthMode, Config, TlsFiles};
+use crate::database;
+use crate::failure::{Ending, Failure, Result};
+use crate::http::{self, App, Limits};
+use crate::metrics::Meters;
+use crate::output::{Output, print};
+use crate::tokens::Tokens;
+
+pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending> {
+    let address = args.listen.unwrap_or(config.listen);
+    let tls = config.tls.as_ref().map(acceptor).transpose()?;
+    let limits = Limits::default();
+    raise_file_limit(limits.connections);
+    let outbox = database::open_migrated(config).await?;
+    let tokens_required = check_access(config, address, &outbox).await?;
+    let listener = TcpListener::bind(address)
+        .await
+        .map_err(|e| Failure::usage(format!("cannot listen on {address}: {e}; choose another with --listen")))?;
+    let address = listener.local_addr().unwrap_or(address);
+
+    let meters = Arc::new(Meters::new());
+    let app = App::new(outbox.clone(), tokens_required, meters.clone());
+    let (stop, stopped) = watch::channel(false);
+    let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
+    let workers = if config.enabled && !args.no_workers {
+        let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
+        let worker = build(config, &outbox, &lanes, output).await?.observer(meters);
+        Some(tokio::spawn(worker.run(stopping(stopped.clone()))))
+    } else {
+        tracing::warn!("no workers here: messages are taken in and delivered by other processes");
+        None
+    };
+    let signal = stop_signal()?;
+    tokio::spawn(async move {
+        signal.await;
+        let _ = stop.send(true);
+    });
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    print(&format!("listening on {scheme}://{address}"))?;
+    http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
+    if let Some(workers) = workers {
+        workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
+    }
+    outbox.flush().await;
+    Ok(Ending::Done)
+}
+
+/// Are tokens needed? Refuses to be open to everybody.
+async fn check_access(config: &Config, address: SocketAddr, outbox: &Outbox) -> Result<bool> {
+    let required = config.auth == AuthMode::Always || !address.ip().is_loopback();
+    if required && !Tokens::new(outbox.clone()).any().await? {
+        return Err(Failure::usage(format!(
+            "on {address} the API needs tokens, and there is none; make one first: postrider token create --scope admin"
+        )));
+    }
+    Ok(required)
+}
+
+fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor> {
+    let wrong = |what: &str, path: &std::path::Path, e: &dyn std::fmt::Display| {
+        Failure::usage(format!(
+            "[tls] {what} = \"{}\" cannot be used: {e}; it must be a readable PEM file",
+            path.display()
+        ))
+    };
+    let chain = CertificateDer::pem_file_iter(&files.cert)
+        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+        .map_err(|e| wrong("cert", &files.cert, &e))?;
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|e| wrong("key", &files.key, &e))?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|e| Failure::failed(format!("TLS: {e}")))?
+        .with_no_client_auth()
+        .with_single_cert(chain, key)
+        .map_err(|e| wrong("cert", &files.cert, &e))?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(TlsAcceptor::from(Arc::new(config)))
+}
+
+/// A shell's usual limit of 1024 open files is less than the connections we bear.
+fn raise_file_limit(connections: usize) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let now = getrlimit(Resource::Nofile);
+    let wanted = connections as u64 + 512;
+    if now.current.is_some_and(|current| current < wanted) {
+        let current = now.maximum.map_or(wanted, |most| wanted.min(most));
+        let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: now.maximum });
+        if raised.is_err() || current < wanted {
+            tracing::warn!(files = current, "the limit of open files allows fewer connections than usual");
+        }
+    }
+}

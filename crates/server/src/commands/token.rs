@@ -1,0 +1,69 @@
+//! `postrider token`: access to the API.
+
+use postrider::Timestamp;
+use serde_json::json;
+
+use crate::cli;
+use crate::config::Config;
+use crate::database;
+use crate::failure::{Ending, Failure, Result};
+use crate::output::Output;
+use crate::table::Table;
+use crate::tokens::{Scope, Token, Tokens, Wish};
+
+pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<Ending> {
+    match args {
+        cli::Token::Create(args) => create(config, args, output).await,
+        cli::Token::List => list(config, output).await,
+        cli::Token::Revoke { id } => revoke(config, id, output).await,
+    }
+}
+
+async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Result<Ending> {
+    if let Some(lane) = &args.lane {
+        config.lane(lane)?;
+    }
+    if args.expires.is_some_and(|after| after.is_zero()) {
+        return Err(Failure::usage(
+            "--expires 0 would make a token that is worthless at once; write 90d, or leave it out",
+        ));
+    }
+    let mut scopes = args.scopes;
+    scopes.sort_unstable();
+    scopes.dedup();
+    let tokens = Tokens::new(database::open_ready(config).await?);
+    let wish = Wish { name: args.name, scopes, lane: args.lane, expires: args.expires };
+    let (token, text) = tokens.create(wish).await?;
+    output.show(&json!({ "id": token.id, "token": text, "scopes": token.scopes, "lane": token.lane, "expires_at": token.expires_at }), || {
+        format!("{text}\n\nKeep it: it is not shown again. Send it as `Authorization: Bearer {text}`.")
+    })?;
+    Ok(Ending::Done)
+}
+
+async fn list(config: &Config, output: Output) -> Result<Ending> {
+    let tokens = Tokens::new(database::open_existing(config).await?).list().await?;
+    output.show(&json!({ "items": tokens, "next_cursor": null }), || {
+        if tokens.is_empty() {
+            return "no tokens; make one with `postrider token create --scope enqueue`".to_owned();
+        }
+        let mut table = Table::new(["id", "name", "scopes", "lane", "created", "expires", "revoked"]);
+        let moment = |at: Option<Timestamp>| at.map_or("-".to_owned(), |at| at.to_string());
+        for Token { id, name, scopes, lane, created_at, expires_at, revoked_at } in &tokens {
+            let scopes = scopes.iter().map(Scope::to_string).collect::<Vec<_>>().join(",");
+            let lane = lane.clone().unwrap_or_else(|| "-".to_owned());
+            let (expires, revoked) = (moment(*expires_at), moment(*revoked_at));
+            table.row([id.to_string(), name.clone(), scopes, lane, created_at.to_string(), expires, revoked]);
+        }
+        table.render()
+    })?;
+    Ok(Ending::Done)
+}
+
+async fn revoke(config: &Config, id: i64, output: Output) -> Result<Ending> {
+    let revoked = Tokens::new(database::open_existing(config).await?).revoke(id).await?;
+    output.show(&json!({ "id": id, "revoked": revoked }), || {
+        let told = if revoked { "is revoked" } else { "does not exist, or was revoked before" };
+        format!("token {id} {told}")
+    })?;
+    Ok(Ending::failed_if(!revoked))
+}

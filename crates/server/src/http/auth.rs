@@ -1,0 +1,92 @@
+//! Who may do what: bearer tokens with scopes. Without a token only where the server listens on loopback alone, and then
+//! not for pages of other sites.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use super::App;
+use super::error::Refusal;
+use crate::tokens::{Scope, Token};
+
+/// Who asks. Without a token: everybody on this machine, with all rights.
+#[derive(Clone, Debug)]
+pub struct Caller(Option<Arc<Token>>);
+
+impl Caller {
+    fn may(&self, scope: Scope) -> Result<(), Refusal> {
+        match &self.0 {
+            Some(token) if !token.allows(scope) => Err(forbidden(format!("this token lacks the scope `{scope}`"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// A token for one lane says nothing of others.
+    pub fn may_use(&self, lane: &str) -> Result<(), Refusal> {
+        match self.lane() {
+            Some(own) if own != lane => Err(forbidden(format!("this token is for the lane `{own}` only"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The one lane it is for.
+    pub fn lane(&self) -> Option<&str> {
+        self.0.as_ref().and_then(|token| token.lane.as_deref())
+    }
+}
+
+fn forbidden(message: String) -> Refusal {
+    Refusal::new(StatusCode::FORBIDDEN, "FORBIDDEN", message)
+}
+
+fn unauthorized(message: &str) -> Refusal {
+    Refusal::new(StatusCode::UNAUTHORIZED, "UNAUTHORIZED", message)
+}
+
+/// Lets a request through to routes that need `scope`, with its [`Caller`].
+pub async fn require(app: Arc<App>, scope: Scope, mut request: Request, next: Next) -> Response {
+    match caller(&app, request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller)) {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+async fn caller(app: &App, headers: &HeaderMap) -> Result<Caller, Refusal> {
+    let Some(shown) = headers.get(header::AUTHORIZATION) else {
+        if app.tokens_required {
+            return Err(unauthorized("a token is needed: `Authorization: Bearer pr_…` (postrider token create)"));
+        }
+        return same_site(headers).map(|()| Caller(None));
+    };
+    let token = shown.to_str().ok().and_then(|text| text.strip_prefix("Bearer ")).unwrap_or_default();
+    match app.tokens.verify(token.trim()).await? {
+        Some(token) => Ok(Caller(Some(Arc::new(token)))),
+        None => Err(unauthorized("this token is not valid: wrong, expired or revoked")),
+    }
+}
+
+/// A page of another site, open in a browser on this machine, must not act for its user.
+fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
+    let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
+    let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.contains(']') { host } else { name });
+    // Another name for this machine is how a page gets around the rule on origins.
+    if !["", "localhost", "127.0.0.1", "[::1]"].contains(&name) && !name.starts_with("127.") {
+        return Err(forbidden(format!(
+            "without a token this server answers to 127.0.0.1 and localhost, not to {name}"
+        )));
+    }
+    let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
+    let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host);
+    if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
+}
+
+/// For `from_fn_with_state`: the scope is part of the state.
+pub async fn guard(State((app, scope)): State<(Arc<App>, Scope)>, request: Request, next: Next) -> Response {
+    require(app, scope, request, next).await
+}

@@ -1,0 +1,148 @@
+//! The API: routes in groups by the scope they need, one shape for errors, one deadline for every request.
+
+mod accept;
+mod auth;
+mod error;
+mod health;
+mod intake;
+mod outbox;
+mod reference;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::{Json, Router};
+use postrider::{Outbox, clock};
+use utoipa::OpenApi;
+use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use self::error::Refusal;
+use self::intake::Intake;
+use crate::metrics;
+use crate::tokens::{Scope, Tokens};
+
+pub use accept::{Limits, serve};
+
+/// Every request is answered within this time, or told that it was not.
+const DEADLINE: Duration = Duration::from_secs(15);
+/// Of the body of any request; a lane may take less.
+const MOST_BODY: usize = 16 << 20;
+
+const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
+
+/// What the routes work with.
+pub struct App {
+    pub outbox: Outbox,
+    pub tokens: Tokens,
+    pub tokens_required: bool,
+    pub meters: metrics::Shared,
+    intake: Intake,
+}
+
+impl App {
+    pub fn new(outbox: Outbox, tokens_required: bool, meters: metrics::Shared) -> Arc<Self> {
+        // A little less than the request has, so that the answer is still heard.
+        let intake = Intake::start(outbox.clone(), DEADLINE - Duration::from_secs(2));
+        Arc::new(App { tokens: Tokens::new(outbox.clone()), outbox, tokens_required, meters, intake })
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "Postrider", description = "Delivers what a database has promised."),
+    tags(
+        (name = "outbox", description = "Messages: write, look, bring back"),
+        (name = "lanes", description = "Lanes: hold and let go"),
+        (name = "server", description = "The server itself"),
+    )
+)]
+struct Description;
+
+/// The routes and their description, which is made from them.
+fn described(app: &Arc<App>) -> OpenApiRouter {
+    let group = |scope: Scope, routes: OpenApiRouter<Arc<App>>| {
+        routes.layer(from_fn_with_state((app.clone(), scope), auth::guard))
+    };
+    let enqueue = group(
+        Scope::Enqueue,
+        OpenApiRouter::new().routes(routes!(outbox::enqueue)).routes(routes!(outbox::enqueue_batch)),
+    );
+    let read = group(
+        Scope::Read,
+        OpenApiRouter::new()
+            .routes(routes!(outbox::list))
+            .routes(routes!(outbox::show))
+            .routes(routes!(health::metrics)),
+    );
+    let operate = group(
+        Scope::Operate,
+        OpenApiRouter::new()
+            .routes(routes!(outbox::requeue))
+            .routes(routes!(outbox::pause))
+            .routes(routes!(outbox::resume)),
+    );
+    let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz));
+    OpenApiRouter::with_openapi(Description::openapi())
+        .merge(enqueue)
+        .merge(read)
+        .merge(operate)
+        .merge(open)
+        .with_state(app.clone())
+}
+
+/// All that is served.
+pub fn router(app: &Arc<App>) -> Router {
+    let (router, mut description) = described(app).split_for_parts();
+    reference::complete(&mut description);
+    let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
+    description.components.get_or_insert_default().add_security_scheme("token", scheme);
+    let page = reference::page(&description);
+    let description = Arc::new(description);
+    router
+        .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
+        .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
+        .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })
+        .method_not_allowed_fallback(|| async {
+            Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED", "this path has other methods; see /docs")
+        })
+        .layer(DefaultBodyLimit::max(MOST_BODY))
+        .layer(from_fn(frame))
+}
+
+/// Around every request: its deadline, its correlation id, and headers that keep browsers from guessing.
+async fn frame(mut request: Request, next: Next) -> Response {
+    let given = request.headers().get(&CORRELATION_ID).filter(|id| acceptable(id)).cloned();
+    let id = given.unwrap_or_else(new_correlation_id);
+    request.headers_mut().insert(CORRELATION_ID, id.clone());
+    let mut response = match tokio::time::timeout(DEADLINE, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => Refusal::new(
+            StatusCode::REQUEST_TIMEOUT,
+            "TIMEOUT",
+            "the request was not done within its deadline; whether it was written is unknown",
+        )
+        .into_response(),
+    };
+    let headers = response.headers_mut();
+    headers.insert(CORRELATION_ID, id);
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// It goes into the database and into logs.
+fn acceptable(id: &HeaderValue) -> bool {
+    let bytes = id.as_bytes();
+    (1..=128).contains(&bytes.len()) && bytes.iter().all(|b| b.is_ascii_alphanumeric() || b"-_.:".contains(b))
+}
+
+fn new_correlation_id() -> HeaderValue {
+    let id = format!("{:016x}{:016x}", clock::seed(), clock::seed());
+    HeaderValue::from_str(&id).unwrap_or(HeaderValue::from_static("none"))
+}

@@ -1,0 +1,506 @@
+//! The outbox over HTTP: enqueue one or many, list, show, requeue, pause and resume. Wire types live here.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
+use axum::extract::{Extension, Path, Query, State};
+use axum::http::{HeaderMap, StatusCode};
+use postrider::store::{Attempt, Filter, Requeued, Shown, Status};
+use postrider::{Enqueued, Entry, NewMessage, Timestamp};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use utoipa::{IntoParams, ToSchema};
+
+use super::App;
+use super::auth::Caller;
+use super::error::{ErrorBody, Refusal};
+use crate::config::values::parse_duration;
+
+const MOST_OF_A_BATCH: usize = 1000;
+const MOST_OF_A_LIST: u32 = 1000;
+
+/// What became of a message.
+#[derive(Serialize, ToSchema)]
+pub struct Accepted {
+    #[schema(example = 17)]
+    pub id: i64,
+    /// `created`, or `exists` when the same message is there already under its key; in a batch also `differs`.
+    #[schema(example = "created")]
+    pub outcome: &'static str,
+}
+
+impl From<Entry> for Accepted {
+    fn from(entry: Entry) -> Self {
+        let outcome = match entry.outcome {
+            Enqueued::Created => "created",
+            Enqueued::Exists => "exists",
+            Enqueued::Differs => "differs",
+        };
+        Accepted { id: entry.id, outcome }
+    }
+}
+
+/// The headers of an enqueue, besides `Content-Type`.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Header)]
+#[allow(dead_code)] // it only documents: headers are read by name
+pub struct EnqueueHeaders {
+    /// The same key with the same content again is the same message. At most 255 bytes; quotes around it are not part of it.
+    #[param(rename = "Idempotency-Key", max_length = 255)]
+    idempotency_key: Option<String>,
+    /// Where it goes, as far as the lane tells destinations apart.
+    #[param(rename = "Postrider-Target", max_length = 1024)]
+    target: Option<String>,
+    /// At most one undelivered message of the lane has this.
+    #[param(rename = "Postrider-Active-Key", max_length = 255)]
+    active_key: Option<String>,
+    /// Not before this has passed: `500ms`, `5s`, `10m`, `2h`, `1d`.
+    #[param(rename = "Postrider-Delay", example = "5s", pattern = "^([0-9]+(ms|s|m|h|d)|0)$")]
+    delay: Option<String>,
+    /// Past this moment it is not worth delivering.
+    #[param(rename = "Postrider-Deliver-Before", example = "2030-01-01T00:00:00Z", format = "date-time")]
+    deliver_before: Option<String>,
+}
+
+fn lane_of(path: Result<Path<String>, PathRejection>) -> Result<String, Refusal> {
+    Ok(path?.0)
+}
+
+fn id_of(path: Result<Path<String>, PathRejection>) -> Result<i64, Refusal> {
+    let text = path?.0;
+    text.parse().map_err(|_| Refusal::invalid(format!("`{text}` is no message id; ids are whole numbers")))
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
+    let Some(value) = headers.get(name) else { return Ok(None) };
+    let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
+    text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
+}
+
+fn parsed<T>(headers: &HeaderMap, name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Option<T>, Refusal> {
+    let read = header(headers, name)?.map(|text| parse(text.trim()));
+    read.transpose().map_err(|e| Refusal::invalid(format!("{name}: {e}")))
+}
+
+/// A key in the quoted form of the IETF draft is the same key.
+fn unquoted(key: &str) -> &str {
+    key.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(key)
+}
+
+fn message(lane: &str, headers: &HeaderMap, payload: Bytes) -> Result<NewMessage, Refusal> {
+    let text = |name: &str| Ok::<_, Refusal>(header(headers, name)?.map(str::to_owned));
+    let mut message = NewMessage::new(lane, payload);
+    message.content_type = text("content-type")?;
+    message.key = header(headers, "idempotency-key")?.map(|key| unquoted(key).to_owned());
+    message.target = text("postrider-target")?;
+    message.active_key = text("postrider-active-key")?;
+    message.delay = parsed(headers, "postrider-delay", parse_duration)?.unwrap_or_default();
+    message.deliver_before = parsed(headers, "postrider-deliver-before", Timestamp::from_str)?;
+    message.correlation_id = text("x-correlation-id")?;
+    // The trace of whoever enqueues goes on to the destination.
+    for name in ["traceparent", "tracestate"] {
+        message.headers.extend(header(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
+    }
+    Ok(message)
+}
+
+fn checked(app: &App, message: NewMessage) -> Result<NewMessage, Refusal> {
+    let rules = app.outbox.lanes().get(&message.lane)?;
+    if message.payload.len() > rules.max_payload_bytes {
+        let most = rules.max_payload_bytes;
+        let what =
+            format!("the payload has {} bytes, the lane takes {most}; send a reference instead", message.payload.len());
+        return Err(
+            Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE", what).with("max_payload_bytes", most)
+        );
+    }
+    message.validate(rules)?;
+    Ok(message)
+}
+
+/// Write one message
+///
+/// The body is the payload, as it is. Answered only once it is committed.
+#[utoipa::path(
+    post, path = "/v1/outbox/{lane}", tag = "outbox",
+    params(("lane" = String, Path, description = "A lane of the configuration"), EnqueueHeaders),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream", description = "The payload, of any content type"),
+    responses(
+        (status = 201, description = "Committed", body = Accepted),
+        (status = 200, description = "It is there already, under its key", body = Accepted),
+        (status = 409, description = "`DIFFERS`: the key belongs to another message, nothing was written; `LANE_OWNED`", body = ErrorBody),
+    )
+)]
+pub async fn enqueue(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<(StatusCode, Json<Accepted>), Refusal> {
+    let lane = lane_of(path)?;
+    caller.may_use(&lane)?;
+    app.outbox.lanes().get(&lane)?;
+    let message = checked(&app, message(&lane, &headers, body?)?)?;
+    let entry = app.intake.enqueue(message).await?;
+    match entry.outcome {
+        Enqueued::Created => Ok((StatusCode::CREATED, Json(entry.into()))),
+        Enqueued::Exists => Ok((StatusCode::OK, Json(entry.into()))),
+        Enqueued::Differs => Err(Refusal::new(
+            StatusCode::CONFLICT,
+            "DIFFERS",
+            format!("the key belongs to another message, {}; nothing was written", entry.id),
+        )
+        .with("id", entry.id)),
+    }
+}
+
+/// Many messages for one transaction.
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Batch {
+    #[schema(max_items = 1000)]
+    messages: Vec<BatchMessage>,
+}
+
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BatchMessage {
+    /// A string is sent as text, anything else as its JSON.
+    #[schema(value_type = serde_json::Value)]
+    payload: Box<RawValue>,
+    #[schema(max_length = 255)]
+    key: Option<String>,
+    #[schema(max_length = 1024)]
+    target: Option<String>,
+    #[schema(max_length = 255)]
+    active_key: Option<String>,
+    #[schema(example = "5s", pattern = "^([0-9]+(ms|s|m|h|d)|0)$")]
+    delay: Option<String>,
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+    content_type: Option<String>,
+}
+
+impl BatchMessage {
+    fn into_message(self, lane: &str) -> Result<NewMessage, String> {
+        let raw = self.payload.get();
+        let (payload, usual) = if raw.starts_with('"') {
+            (serde_json::from_str::<String>(raw).map_err(|e| e.to_string())?, "text/plain")
+        } else {
+            (raw.to_owned(), "application/json")
+        };
+        let mut message = NewMessage::new(lane, payload);
+        message.content_type = self.content_type.or(Some(usual.to_owned()));
+        message.key = self.key;
+        message.target = self.target;
+        message.active_key = self.active_key;
+        message.delay = self.delay.as_deref().map(parse_duration).transpose()?.unwrap_or(Duration::ZERO);
+        message.headers = self.headers.into_iter().collect();
+        Ok(message)
+    }
+}
+
+#[derive(Serialize, ToSchema)]
+pub struct Results {
+    /// In the order of the messages. One that `differs` wrote nothing and harmed no other.
+    results: Vec<Accepted>,
+}
+
+/// Write many messages in one transaction
+#[utoipa::path(
+    post, path = "/v1/outbox/{lane}/batch", tag = "outbox",
+    params(("lane" = String, Path, description = "A lane of the configuration")),
+    request_body = Batch,
+    responses(
+        (status = 200, description = "Committed", body = Results),
+        (status = 409, description = "`LANE_OWNED`", body = ErrorBody),
+    )
+)]
+pub async fn enqueue_batch(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+    body: Result<Json<Batch>, JsonRejection>,
+) -> Result<Json<Results>, Refusal> {
+    let lane = lane_of(path)?;
+    caller.may_use(&lane)?;
+    app.outbox.lanes().get(&lane)?;
+    let batch = body?.0.messages;
+    if batch.len() > MOST_OF_A_BATCH {
+        let what = format!("{} messages at once are too many; send at most {MOST_OF_A_BATCH}", batch.len());
+        return Err(Refusal::invalid(what).with("max_messages", MOST_OF_A_BATCH));
+    }
+    let mut messages = Vec::with_capacity(batch.len());
+    for (n, entry) in batch.into_iter().enumerate() {
+        let numbered = |refusal: Refusal| Refusal { message: format!("messages[{n}]: {}", refusal.message), ..refusal };
+        let message = entry.into_message(&lane).map_err(|e| numbered(Refusal::invalid(e)))?;
+        messages.push(checked(&app, message).map_err(numbered)?);
+    }
+    let entries = app.outbox.enqueue(messages).await?;
+    Ok(Json(Results { results: entries.into_iter().map(Accepted::from).collect() }))
+}
+
+/// A message, without its payload.
+#[derive(Serialize, ToSchema)]
+pub struct MessageView {
+    id: i64,
+    lane: String,
+    shard_id: u32,
+    /// `pending`, `leased`, `sent` or `dead`.
+    status: &'static str,
+    attempts: u32,
+    crashes: u32,
+    maybe_sent: bool,
+    lease_token: i64,
+    due_at: String,
+    lease_until: Option<String>,
+    locked_by: Option<String>,
+    target: Option<String>,
+    active_key: Option<String>,
+    payload_sha: Option<String>,
+    payload_bytes: i64,
+    content_type: Option<String>,
+    result_ref: Option<String>,
+    last_error_code: Option<String>,
+    last_error: Option<String>,
+    correlation_id: Option<String>,
+    created_at: String,
+    deliver_before: Option<String>,
+    finished_at: Option<String>,
+}
+
+impl From<Shown> for MessageView {
+    fn from(m: Shown) -> Self {
+        let moment = |at: Option<Timestamp>| at.map(|at| at.to_string());
+        MessageView {
+            id: m.id,
+            lane: m.lane,
+            shard_id: m.shard_id,
+            status: m.status.as_str(),
+            attempts: m.attempts,
+            crashes: m.crashes,
+            maybe_sent: m.maybe_sent,
+            lease_token: m.lease_token,
+            due_at: m.due_at.to_string(),
+            lease_until: moment(m.lease_until),
+            locked_by: m.locked_by,
+            target: m.target,
+            active_key: m.active_key,
+            payload_sha: m.payload_sha,
+            payload_bytes: m.payload_bytes,
+            content_type: m.content_type,
+            result_ref: m.result_ref,
+            last_error_code: m.last_error_code,
+            last_error: m.last_error,
+            correlation_id: m.correlation_id,
+            created_at: m.created_at.to_string(),
+            deliver_before: moment(m.deliver_before),
+            finished_at: moment(m.finished_at),
+        }
+    }
+}
+
+/// An attempt that did not simply succeed.
+#[derive(Serialize, ToSchema)]
+pub struct AttemptView {
+    at: String,
+    /// `retry`, `dead` or `takeover`.
+    kind: String,
+    attempt: u32,
+    lease_token: i64,
+    code: Option<String>,
+    error: Option<String>,
+    worker: Option<String>,
+}
+
+impl From<Attempt> for AttemptView {
+    fn from(a: Attempt) -> Self {
+        let at = a.at.to_string();
+        AttemptView {
+            at,
+            kind: a.kind,
+            attempt: a.attempt,
+            lease_token: a.lease_token,
+            code: a.code,
+            error: a.error,
+            worker: a.worker,
+        }
+    }
+}
+
+#[derive(Serialize, ToSchema)]
+pub struct MessageWithHistory {
+    #[serde(flatten)]
+    message: MessageView,
+    history: Vec<AttemptView>,
+}
+
+#[derive(Serialize, ToSchema)]
+pub struct MessageList {
+    items: Vec<MessageView>,
+    /// For the next page; null at the end.
+    next_cursor: Option<String>,
+}
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct ListQuery {
+    /// Only this lane.
+    lane: Option<String>,
+    /// Only `pending`, `leased`, `sent` or `dead`.
+    #[param(pattern = "^(pending|leased|sent|dead)$")]
+    status: Option<String>,
+    /// At most this many.
+    #[param(minimum = 1, maximum = 1000, default = 50)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+/// List messages, newest first
+#[utoipa::path(
+    get, path = "/v1/outbox", tag = "outbox", params(ListQuery),
+    responses((status = 200, description = "A page of them", body = MessageList))
+)]
+pub async fn list(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    query: Result<Query<ListQuery>, QueryRejection>,
+) -> Result<Json<MessageList>, Refusal> {
+    let query = query?.0;
+    let lane = match (query.lane, caller.lane()) {
+        (Some(lane), _) => {
+            caller.may_use(&lane)?;
+            Some(lane)
+        }
+        (None, own) => own.map(str::to_owned),
+    };
+    let status =
+        query.status.map(|text| text.parse::<Status>()).transpose().map_err(|e| Refusal::invalid(e.to_string()))?;
+    let limit = query.limit.unwrap_or(50);
+    if !(1..=MOST_OF_A_LIST).contains(&limit) {
+        return Err(Refusal::invalid(format!("limit must be from 1 to {MOST_OF_A_LIST}, not {limit}")));
+    }
+    let cursor = |text: String| text.parse::<i64>().map_err(|_| Refusal::invalid("this is no cursor of ours"));
+    let before = query.cursor.map(cursor).transpose()?;
+    let items = app.outbox.list(Filter { lane, status, before, limit }).await?;
+    let next_cursor = items.last().filter(|_| items.len() == limit as usize).map(|last| last.id.to_string());
+    Ok(Json(MessageList { items: items.into_iter().map(MessageView::from).collect(), next_cursor }))
+}
+
+async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, Vec<Attempt>), Refusal> {
+    let found = app.outbox.show(id).await?.filter(|(m, _)| caller.lane().is_none_or(|own| own == m.lane));
+    found.ok_or_else(|| Refusal::not_found(format!("there is no message {id}")))
+}
+
+/// Show a message and its history
+#[utoipa::path(
+    get, path = "/v1/outbox/{id}", tag = "outbox",
+    params(("id" = i64, Path, description = "A message's id")),
+    responses((status = 200, description = "The message", body = MessageWithHistory))
+)]
+pub async fn show(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Json<MessageWithHistory>, Refusal> {
+    let (message, history) = find(&app, &caller, id_of(path)?).await?;
+    Ok(Json(MessageWithHistory {
+        message: message.into(),
+        history: history.into_iter().map(AttemptView::from).collect(),
+    }))
+}
+
+/// Bring a dead message back
+///
+/// Under its id, with all attempts before it.
+#[utoipa::path(
+    post, path = "/v1/outbox/{id}/requeue", tag = "outbox",
+    params(("id" = i64, Path, description = "A message's id")),
+    responses(
+        (status = 200, description = "It is due now", body = MessageWithHistory),
+        (status = 409, description = "`NOT_DEAD`, `ACTIVE_KEY_TAKEN` or `LANE_OWNED`", body = ErrorBody),
+    )
+)]
+pub async fn requeue(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Json<MessageWithHistory>, Refusal> {
+    let id = id_of(path)?;
+    let (message, _) = find(&app, &caller, id).await?;
+    let conflict = |code, what: String| Err(Refusal::new(StatusCode::CONFLICT, code, what).with("id", id));
+    match app.outbox.requeue(vec![id]).await?.first() {
+        Some(Requeued::Requeued) => {
+            let (message, history) = find(&app, &caller, id).await?;
+            Ok(Json(MessageWithHistory {
+                message: message.into(),
+                history: history.into_iter().map(AttemptView::from).collect(),
+            }))
+        }
+        Some(Requeued::Conflict) => {
+            conflict("ACTIVE_KEY_TAKEN", format!("another live message has the active key of message {id}"))
+        }
+        _ => conflict("NOT_DEAD", format!("message {id} is {}; only dead ones come back", message.status.as_str())),
+    }
+}
+
+/// Whether workers claim from a lane.
+#[derive(Serialize, ToSchema)]
+pub struct LaneState {
+    lane: String,
+    paused: bool,
+}
+
+async fn set_paused(
+    app: &App,
+    caller: &Caller,
+    path: Result<Path<String>, PathRejection>,
+    paused: bool,
+) -> Result<Json<LaneState>, Refusal> {
+    let lane = lane_of(path)?;
+    caller.may_use(&lane)?;
+    if paused {
+        app.outbox.pause(&lane).await?
+    } else {
+        app.outbox.resume(&lane).await?
+    };
+    Ok(Json(LaneState { lane, paused }))
+}
+
+/// Hold a lane
+///
+/// Workers stop claiming within about a second; the backlog waits and loses nothing.
+#[utoipa::path(
+    post, path = "/v1/lanes/{lane}/pause", tag = "lanes",
+    params(("lane" = String, Path, description = "A lane of the configuration")),
+    responses((status = 200, description = "It is paused", body = LaneState))
+)]
+pub async fn pause(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Json<LaneState>, Refusal> {
+    set_paused(&app, &caller, path, true).await
+}
+
+/// Let a lane go on
+#[utoipa::path(
+    post, path = "/v1/lanes/{lane}/resume", tag = "lanes",
+    params(("lane" = String, Path, description = "A lane of the configuration")),
+    responses((status = 200, description = "It is open", body = LaneState))
+)]
+pub async fn resume(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Json<LaneState>, Refusal> {
+    set_paused(&app, &caller, path, false).await
+}

@@ -1,0 +1,78 @@
+//! The description of the API: what every route may also answer, and a page that people can read.
+
+use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::security::SecurityRequirement;
+use utoipa::openapi::{Content, OpenApi, Ref, RefOr, Response};
+
+/// What any route may answer besides its own: told once, for all.
+const ALWAYS: [(&str, &str); 10] = [
+    ("400", "`INVALID_REQUEST`: malformed"),
+    ("401", "`UNAUTHORIZED`: no token, or one that is not valid"),
+    ("403", "`FORBIDDEN`: the token lacks the scope or is for another lane"),
+    ("404", "`NOT_FOUND` or `UNKNOWN_LANE`"),
+    ("408", "`TIMEOUT`: not done within the deadline"),
+    ("413", "`PAYLOAD_TOO_LARGE`"),
+    ("415", "`UNSUPPORTED_MEDIA_TYPE`"),
+    ("422", "`INVALID_MESSAGE`: well-formed, but not acceptable"),
+    ("500", "`INTERNAL`: the log says why"),
+    ("503", "`STORE_UNAVAILABLE` or `OUTCOME_UNKNOWN`, with `Retry-After`"),
+];
+
+fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut Operation)> {
+    let all =
+        [("GET", &mut item.get), ("POST", &mut item.post), ("PATCH", &mut item.patch), ("DELETE", &mut item.delete)];
+    all.into_iter().filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
+}
+
+/// Adds what is the same for all routes.
+pub fn complete(description: &mut OpenApi) {
+    for item in description.paths.paths.values_mut() {
+        for (_, operation) in operations(item) {
+            if operation.security.is_none() {
+                operation.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
+            }
+            for (status, told) in ALWAYS {
+                let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
+                let mut response = Response::new(told);
+                response.content.insert("application/json".to_owned(), RefOr::T(content));
+                operation.responses.responses.entry(status.to_owned()).or_insert(RefOr::T(response));
+            }
+        }
+    }
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+/// The same for people, without anything from elsewhere.
+pub fn page(description: &OpenApi) -> String {
+    let mut html = String::from(
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
+         <title>Postrider API</title><h1>Postrider API</h1>\
+         <p>For machines: <a href=\"/openapi.json\">openapi.json</a>. Errors are \
+         <code>{\"error\":{\"code\",\"message\",\"details\"}}</code>; every answer carries <code>X-Correlation-ID</code>.</p>",
+    );
+    let mut paths = description.paths.paths.clone();
+    for (path, item) in &mut paths {
+        for (method, operation) in operations(item) {
+            html.push_str(&format!("<h2>{method} {}</h2>", escaped(path)));
+            for text in [&operation.summary, &operation.description].into_iter().flatten() {
+                html.push_str(&format!("<p>{}</p>", escaped(text)));
+            }
+            html.push_str("<table>");
+            for parameter in operation.parameters.iter().flatten() {
+                let RefOr::T(parameter) = parameter else { continue };
+                let told = parameter.description.as_deref().unwrap_or_default();
+                html.push_str(&format!("<tr><td><code>{}</code><td>{}", escaped(&parameter.name), escaped(told)));
+            }
+            for (status, response) in &operation.responses.responses {
+                if let RefOr::T(response) = response {
+                    html.push_str(&format!("<tr><td>{}<td>{}", escaped(status), escaped(&response.description)));
+                }
+            }
+            html.push_str("</table>");
+        }
+    }
+    html
+}

@@ -1,0 +1,167 @@
+//! Prometheus metrics: what workers and the API count as they go, and gauges that are read when somebody looks.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use postrider::Outbox;
+use postrider::clock::Tick;
+use postrider::observe::{Observer, Phase, Standing, Told};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Metric, Registry};
+
+/// Counting a large table is not free: looks within this time share one answer.
+const FRESH: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Lane {
+    lane: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Outcome {
+    lane: String,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Attempt {
+    lane: String,
+    attempt: u32,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Timed {
+    lane: String,
+    phase: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelValue)]
+enum State {
+    Pending,
+    Leased,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Depth {
+    lane: String,
+    status: State,
+}
+
+type Seconds = Gauge<f64, std::sync::atomic::AtomicU64>;
+
+/// All the numbers of one process.
+pub struct Meters {
+    registry: Registry,
+    claimed: Family<Lane, Counter>,
+    processed: Family<Outcome, Counter>,
+    retries: Family<Attempt, Counter>,
+    expired: Family<Lane, Counter>,
+    latency: Family<Timed, Histogram, fn() -> Histogram>,
+    held: Family<Lane, Gauge>,
+    in_flight: Family<Lane, Gauge>,
+    walk_bound: Family<Lane, Seconds>,
+    depth: Family<Depth, Gauge>,
+    oldest: Family<Lane, Seconds>,
+    paused: Family<Lane, Gauge>,
+    looked_at: Mutex<Option<Tick>>,
+}
+
+impl Meters {
+    pub fn new() -> Self {
+        let mut registry = Registry::default();
+        fn kept<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+            let metric = M::default();
+            registry.register(name, help, metric.clone());
+            metric
+        }
+        let milliseconds: fn() -> Histogram = || Histogram::new(exponential_buckets(0.25, 2.0, 18));
+        let latency = Family::<Timed, Histogram, fn() -> Histogram>::new_with_constructor(milliseconds);
+        registry.register("outbox_latency_ms", "How long claims, deliveries and settles take", latency.clone());
+        let r = &mut registry;
+        Meters {
+            claimed: kept(r, "outbox_claimed", "Messages claimed"),
+            processed: kept(r, "outbox_processed", "Outcomes recorded, by what they were"),
+            retries: kept(r, "outbox_retry", "Outcomes that wait for another attempt, by attempt"),
+            expired: kept(r, "outbox_lock_lease_expired", "Messages taken over from a worker that never came back"),
+            held: kept(r, "outbox_held", "Messages this process holds"),
+            in_flight: kept(r, "outbox_in_flight", "Deliveries under way in this process"),
+            walk_bound: kept(
+                r,
+                "outbox_walk_bound_seconds",
+                "Within this time late commits and expired leases are found",
+            ),
+            depth: kept(r, "outbox_depth", "Live messages"),
+            oldest: kept(r, "outbox_oldest_due_seconds", "Age of the oldest message that is due and not held"),
+            paused: kept(r, "outbox_paused", "1 where the lane is paused"),
+            latency,
+            registry,
+            looked_at: Mutex::new(None),
+        }
+    }
+
+    /// The page Prometheus reads.
+    pub async fn page(&self, outbox: &Outbox) -> postrider::Result<String> {
+        if self.stale() {
+            let stats = outbox.depths().await?;
+            let paused = outbox.paused_lanes().await?;
+            for (lane, depth) in stats {
+                let by = |status| Depth { lane: lane.clone(), status };
+                self.depth.get_or_create(&by(State::Pending)).set(depth.pending as i64);
+                self.depth.get_or_create(&by(State::Leased)).set(depth.leased as i64);
+                self.oldest.get_or_create(&Lane { lane: lane.clone() }).set(depth.oldest_due_seconds);
+                self.paused.get_or_create(&Lane { lane: lane.clone() }).set(i64::from(paused.contains(&lane)));
+            }
+        }
+        let mut page = String::new();
+        encode(&mut page, &self.registry).map_err(|e| postrider::Error::database(e.to_string()))?;
+        Ok(page)
+    }
+
+    fn stale(&self) -> bool {
+        let mut looked_at = self.looked_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Tick::now();
+        let stale = looked_at.is_none_or(|at| now.since(at) >= FRESH);
+        if stale {
+            *looked_at = Some(now);
+        }
+        stale
+    }
+}
+
+fn lane(lane: &str) -> Lane {
+    Lane { lane: lane.to_owned() }
+}
+
+impl Observer for Meters {
+    fn claimed(&self, name: &str, messages: u64, taken_over: u64) {
+        self.claimed.get_or_create(&lane(name)).inc_by(messages);
+        self.expired.get_or_create(&lane(name)).inc_by(taken_over);
+    }
+
+    fn settled(&self, told: &Told<'_>) {
+        let lane = told.lane.to_owned();
+        self.processed.get_or_create(&Outcome { lane: lane.clone(), outcome: told.outcome.as_str() }).inc();
+        if told.outcome == postrider::outcome::FlushCode::Retry {
+            self.retries.get_or_create(&Attempt { lane, attempt: told.attempt }).inc();
+        }
+    }
+
+    fn took(&self, lane: &str, phase: Phase, time: Duration) {
+        let timed = Timed { lane: lane.to_owned(), phase: phase.as_str() };
+        self.latency.get_or_create(&timed).observe(time.as_secs_f64() * 1000.0);
+    }
+
+    fn standing(&self, name: &str, standing: Standing) {
+        self.held.get_or_create(&lane(name)).set(standing.held as i64);
+        self.in_flight.get_or_create(&lane(name)).set(standing.in_flight as i64);
+        self.walk_bound.get_or_create(&lane(name)).set(standing.walk_bound.as_secs_f64());
+    }
+}
+
+/// Meters that several workers and the API share.
+pub type Shared = Arc<Meters>;

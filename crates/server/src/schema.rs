@@ -1,0 +1,11 @@
+//! The server's own tables, beside the kernel's: versions 101 to 199.
+
+use postrider::Migration;
+
+pub const MIGRATIONS: [Migration; 1] = [Migration {
+    version: 101,
+    name: "V101__tokens",
+    sqlite: include_str!("../migrations/sqlite/V101__tokens.sql"),
+    postgres: include_str!("../migrations/postgres/V101__tokens.sql"),
+    mysql: include_str!("../migrations/mysql/V101__tokens.sql"),
+}];
