@@ -29,7 +29,7 @@ pub async fn open_as_is(config: &Config) -> Result<Outbox> {
     if missing_file(config).is_none() {
         return open(config).await;
     }
-    Ok(Outbox::open("sqlite::memory:", config.store_lanes()).await?)
+    Ok(Outbox::new(stores::open("sqlite::memory:", config.store_lanes(), options(config)).await?))
 }
 
 /// Migrated, wherever it is: for the server, which several processes may start at once.

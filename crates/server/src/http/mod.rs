@@ -120,20 +120,26 @@ async fn frame(mut request: Request, next: Next) -> Response {
     let given = request.headers().get(&CORRELATION_ID).filter(|id| acceptable(id)).cloned();
     let id = given.unwrap_or_else(new_correlation_id);
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = match tokio::time::timeout(DEADLINE, next.run(request)).await {
-        Ok(response) => response,
-        Err(_) => Refusal::new(
-            StatusCode::REQUEST_TIMEOUT,
-            "TIMEOUT",
-            "the request was not done within its deadline; whether it was written is unknown",
-        )
-        .into_response(),
+    let mut response = if too_large(&request) {
+        // Not one byte of it is waited for.
+        let what = format!("the body is larger than the {MOST_BODY} bytes this server takes");
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE", what).into_response()
+    } else {
+        tokio::time::timeout(DEADLINE, next.run(request)).await.unwrap_or_else(|_| {
+            let what = "the request was not done within its deadline; whether it was written is unknown";
+            Refusal::new(StatusCode::REQUEST_TIMEOUT, "TIMEOUT", what).into_response()
+        })
     };
     let headers = response.headers_mut();
     headers.insert(CORRELATION_ID, id);
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+fn too_large(request: &Request) -> bool {
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|n| n.to_str().ok()?.parse::<u64>().ok());
+    length.is_some_and(|bytes| bytes > MOST_BODY as u64)
 }
 
 /// It goes into the database and into logs.

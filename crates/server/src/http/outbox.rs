@@ -95,13 +95,13 @@ fn unquoted(key: &str) -> &str {
 fn message(lane: &str, headers: &HeaderMap, payload: Bytes) -> Result<NewMessage, Refusal> {
     let text = |name: &str| Ok::<_, Refusal>(header(headers, name)?.map(str::to_owned));
     let mut message = NewMessage::new(lane, payload);
-    message.content_type = text("content-type")?;
-    message.key = header(headers, "idempotency-key")?.map(|key| unquoted(key).to_owned());
-    message.target = text("postrider-target")?;
-    message.active_key = text("postrider-active-key")?;
-    message.delay = parsed(headers, "postrider-delay", parse_duration)?.unwrap_or_default();
-    message.deliver_before = parsed(headers, "postrider-deliver-before", Timestamp::from_str)?;
-    message.correlation_id = text("x-correlation-id")?;
+    message.content_type = text("Content-Type")?;
+    message.key = header(headers, "Idempotency-Key")?.map(|key| unquoted(key).to_owned());
+    message.target = text("Postrider-Target")?;
+    message.active_key = text("Postrider-Active-Key")?;
+    message.delay = parsed(headers, "Postrider-Delay", parse_duration)?.unwrap_or_default();
+    message.deliver_before = parsed(headers, "Postrider-Deliver-Before", Timestamp::from_str)?;
+    message.correlation_id = text("X-Correlation-ID")?;
     // The trace of whoever enqueues goes on to the destination.
     for name in ["traceparent", "tracestate"] {
         message.headers.extend(header(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
@@ -127,8 +127,8 @@ fn checked(app: &App, message: NewMessage) -> Result<NewMessage, Refusal> {
 ///
 /// The body is the payload, as it is. Answered only once it is committed.
 #[utoipa::path(
-    post, path = "/v1/outbox/{lane}", tag = "outbox",
-    params(("lane" = String, Path, description = "A lane of the configuration"), EnqueueHeaders),
+    post, path = "/v1/outbox/{lane_or_id}", tag = "outbox",
+    params(("lane_or_id" = String, Path, description = "A lane of the configuration"), EnqueueHeaders),
     request_body(content = Vec<u8>, content_type = "application/octet-stream", description = "The payload, of any content type"),
     responses(
         (status = 201, description = "Committed", body = Accepted),
@@ -214,8 +214,8 @@ pub struct Results {
 
 /// Write many messages in one transaction
 #[utoipa::path(
-    post, path = "/v1/outbox/{lane}/batch", tag = "outbox",
-    params(("lane" = String, Path, description = "A lane of the configuration")),
+    post, path = "/v1/outbox/{lane_or_id}/batch", tag = "outbox",
+    params(("lane_or_id" = String, Path, description = "A lane of the configuration")),
     request_body = Batch,
     responses(
         (status = 200, description = "Committed", body = Results),
@@ -402,8 +402,8 @@ async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, Vec<Attempt
 
 /// Show a message and its history
 #[utoipa::path(
-    get, path = "/v1/outbox/{id}", tag = "outbox",
-    params(("id" = i64, Path, description = "A message's id")),
+    get, path = "/v1/outbox/{lane_or_id}", tag = "outbox",
+    params(("lane_or_id" = i64, Path, description = "A message's id")),
     responses((status = 200, description = "The message", body = MessageWithHistory))
 )]
 pub async fn show(
@@ -422,8 +422,8 @@ pub async fn show(
 ///
 /// Under its id, with all attempts before it.
 #[utoipa::path(
-    post, path = "/v1/outbox/{id}/requeue", tag = "outbox",
-    params(("id" = i64, Path, description = "A message's id")),
+    post, path = "/v1/outbox/{lane_or_id}/requeue", tag = "outbox",
+    params(("lane_or_id" = i64, Path, description = "A message's id")),
     responses(
         (status = 200, description = "It is due now", body = MessageWithHistory),
         (status = 409, description = "`NOT_DEAD`, `ACTIVE_KEY_TAKEN` or `LANE_OWNED`", body = ErrorBody),

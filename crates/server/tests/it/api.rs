@@ -77,10 +77,21 @@ impl Server {
 
     /// Sends these bytes on a connection of their own and reads to the end.
     pub fn raw(&self, bytes: &[u8]) -> Response {
+        self.send(bytes, false)
+    }
+
+    /// The same, and says no more.
+    pub fn cut_short(&self, bytes: &[u8]) -> Response {
+        self.send(bytes, true)
+    }
+
+    fn send(&self, bytes: &[u8], cut: bool) -> Response {
         let mut stream = self.connect();
         // It may answer and close before it has read all.
         let _ = stream.write_all(bytes);
-        let _ = stream.shutdown(Shutdown::Write);
+        if cut {
+            let _ = stream.shutdown(Shutdown::Write);
+        }
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
         parse(&String::from_utf8_lossy(&answer))
