@@ -36,6 +36,9 @@ body: BEGIN
     IF LENGTH(p_key) > 255 OR LENGTH(p_active_key) > 255 OR LENGTH(p_target) > 1024 OR p_key = '' OR p_active_key = '' OR p_target = '' THEN
         SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'key and active_key take 1 to 255 bytes, target 1 to 1024';
     END IF;
+    IF p_delay_sec < 0 OR p_delay_sec > 315360000 THEN
+        SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'the delay must be from 0 seconds to ten years';
+    END IF;
     IF v_basis IS NOT NULL AND v_shards > 1 THEN
         SET v_shard = CAST(CONV(SUBSTR(SHA2(v_basis, 256), 1, 8), 16, 10) AS UNSIGNED) % v_shards;
     END IF;

@@ -30,6 +30,16 @@ BEGIN
        OR postrider_enqueue.key = '' OR postrider_enqueue.active_key = '' OR postrider_enqueue.target = '' THEN
         RAISE EXCEPTION 'key and active_key take 1 to 255 bytes, target 1 to 1024' USING ERRCODE = '22023';
     END IF;
+    IF octet_length(postrider_enqueue.content_type) > 255 OR octet_length(postrider_enqueue.correlation_id) > 255
+       OR postrider_enqueue.content_type = '' OR postrider_enqueue.correlation_id = '' THEN
+        RAISE EXCEPTION 'content_type and correlation_id take 1 to 255 bytes' USING ERRCODE = '22023';
+    END IF;
+    IF octet_length(postrider_enqueue.headers::text) > 16384 THEN
+        RAISE EXCEPTION 'the headers take at most 16384 bytes' USING ERRCODE = '22023';
+    END IF;
+    IF postrider_enqueue.delay < INTERVAL '0' OR postrider_enqueue.delay > INTERVAL '3650 days' THEN
+        RAISE EXCEPTION 'the delay must be from 0 seconds to ten years' USING ERRCODE = '22023';
+    END IF;
     IF basis IS NOT NULL AND rules.shards > 1 THEN
         shard := (('x' || substr(encode(sha256(convert_to(basis, 'UTF8')), 'hex'), 1, 8))::bit(32)::bigint % rules.shards)::int;
     END IF;

@@ -12,6 +12,7 @@ use postrider::{Enqueued, NewMessage, Timestamp};
 use crate::harness::{Database, Raw, claim_of, created, dead, lanes, on_every_store, retry, secs};
 
 on_every_store! {
+    sql_enqueue_refuses_what_the_library_refuses,
     p1_enqueued_stays_until_it_ended_and_is_past_retention,
     p1_bytes_survive,
     p1_everything_else_survives,
@@ -769,4 +770,34 @@ async fn p12_claims_follow_the_order_of_the_batch(db: Database) {
     let order: Vec<String> = claimed.iter().map(|m| String::from_utf8(m.payload.to_vec()).unwrap()).collect();
     let wanted: Vec<String> = (0..700).map(|n| format!("{n:03}")).collect();
     assert_eq!(order, wanted);
+}
+
+/// On SQLite there is no function: the documented inserts are the caller's own.
+async fn sql_enqueue_refuses_what_the_library_refuses(db: Database) {
+    let long = "x".repeat(256);
+    let wrong: Vec<(String, &str)> = match db.dialect {
+        Dialect::Sqlite => vec![],
+        Dialect::Postgres => vec![
+            ("SELECT postrider_enqueue('a', 'x', delay => '11 years')".to_owned(), "ten years"),
+            ("SELECT postrider_enqueue('a', 'x', delay => '-1 s')".to_owned(), "ten years"),
+            (format!("SELECT postrider_enqueue('a', 'x', content_type => '{long}')"), "content_type"),
+            (format!("SELECT postrider_enqueue('a', 'x', correlation_id => '{long}')"), "correlation_id"),
+            (format!("SELECT postrider_enqueue('a', 'x', key => '{long}')"), "255 bytes"),
+            ("SELECT postrider_enqueue('owned', 'x')".to_owned(), "shop pay"),
+            ("SELECT postrider_enqueue('nope', 'x')".to_owned(), "no lane"),
+        ],
+        Dialect::Mysql => vec![
+            ("CALL postrider_enqueue('a', 'x', NULL, NULL, NULL, 1e12, @id, @o)".to_owned(), "ten years"),
+            ("CALL postrider_enqueue('a', 'x', NULL, NULL, NULL, -1, @id, @o)".to_owned(), "ten years"),
+            (format!("CALL postrider_enqueue('a', 'x', '{long}', NULL, NULL, 0, @id, @o)"), "255 bytes"),
+            ("CALL postrider_enqueue('owned', 'x', NULL, NULL, NULL, 0, @id, @o)".to_owned(), "shop pay"),
+            ("CALL postrider_enqueue('nope', 'x', NULL, NULL, NULL, 0, @id, @o)".to_owned(), "no lane"),
+        ],
+    };
+    let mut raw = db.raw().await;
+    for (sql, says) in wrong {
+        let error = raw.run(&sql).await.expect_err(&sql);
+        assert!(error.contains(says), "{sql}: {error}");
+    }
+    assert_eq!(db.counts().await, [0; 4]);
 }

@@ -1,12 +1,13 @@
 //! The drain: a whole worker with a courier that does nothing, and the limit measured before and after it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::clock::Tick;
 use postrider::couriers::Noop;
+use postrider::observe::{Observer, Phase};
 use postrider::tx::Dialect;
 use postrider::worker::core::LaneSettings;
 use postrider::{Courier, LaneRules, Message, Outbox, Outcome, Worker, courier};
@@ -14,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use super::scratch::{self, LANE, Scratch, fill};
-use super::{Bench, ROUNDS, bare, median, rate, timed};
+use super::{Bench, ROUNDS, bare, median, percentile, rate, timed};
 use crate::failure::{Failure, Result};
 
 /// Counts what it is given and says when all has come.
@@ -61,6 +62,28 @@ pub async fn drain_with(
     concurrency: usize,
     batch: usize,
 ) -> Result<()> {
+    drain_observed(outboxes, courier, messages, (concurrency, batch), Arc::default()).await
+}
+
+/// How long claims took.
+#[derive(Default)]
+struct Claims(Mutex<Vec<Duration>>);
+
+impl Observer for Claims {
+    fn took(&self, _: &str, phase: Phase, time: Duration) {
+        if phase == Phase::Claim {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).push(time);
+        }
+    }
+}
+
+async fn drain_observed(
+    outboxes: Vec<Outbox>,
+    courier: Arc<dyn Courier>,
+    messages: usize,
+    (concurrency, batch): (usize, usize),
+    claims: Arc<Claims>,
+) -> Result<()> {
     let counter = Counter::new(courier, messages);
     let mut workers = tokio::task::JoinSet::new();
     let workers_in_all = outboxes.len() as u32;
@@ -71,7 +94,7 @@ pub async fn drain_with(
         let shards = (0..shards).filter(mine).collect();
         let settings = LaneSettings { concurrency, batch, shards, ..LaneSettings::new(LANE) };
         let counter = counter.clone();
-        let worker = Worker::new(outbox).lane_with(settings, Arc::new(counter.clone()));
+        let worker = Worker::new(outbox).lane_with(settings, Arc::new(counter.clone())).observer(claims.clone());
         workers.spawn(worker.run(async move { counter.all().await }));
     }
     let mut sent = 0;
@@ -130,12 +153,14 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     if let Some(fillfactor) = bench.fillfactor {
         scratch.sql(&[&format!("ALTER TABLE outbox SET (fillfactor = {fillfactor})")]).await?;
     }
+    let claims = Arc::new(Claims::default());
     let drain = async || {
         scratch.analyze(&["outbox"]).await?;
         if bench.history > 0 {
             scratch.settle_down().await?;
         }
-        let all = drain_with(outboxes.clone(), Arc::new(Noop), messages, 2 * bench.batch, bench.batch);
+        let sizes = (2 * bench.batch, bench.batch);
+        let all = drain_observed(outboxes.clone(), Arc::new(Noop), messages, sizes, claims.clone());
         Ok::<_, Failure>(rate(messages, timed(all).await?.1))
     };
     // In turns, and the median of each: a vacuum or a checkpoint that falls into one of them is not measured.
@@ -146,10 +171,13 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
         rates.push(drain().await?);
     }
     let (per_second, limit) = (median(&mut rates), median(&mut limits));
+    // What one claim of a batch takes, under load.
+    let mut times = std::mem::take(&mut *claims.0.lock().unwrap_or_else(PoisonError::into_inner));
     let mut figures = json!({
         "bench": "drain", "messages": messages, "payload_bytes": bench.payload_bytes, "batch": bench.batch,
         "workers": bench.workers, "shards": bench.shards, "delete": bench.delete, "fillfactor": bench.fillfactor,
         "per_second": per_second, "limit_per_second": limit, "ratio": per_second / limit,
+        "p50_ms": percentile(&mut times, 0.5), "p99_ms": percentile(&mut times, 0.99),
         "rounds": rates, "limit_rounds": limits,
     });
     if bench.history > 0 {

@@ -15,7 +15,8 @@ use clap::{Args, ValueEnum};
 use postrider::clock::Tick;
 use serde_json::{Value, json};
 
-use crate::failure::Result;
+use crate::commands::stop_signal;
+use crate::failure::{Failure, Result};
 use scratch::Scratch;
 
 /// What to measure.
@@ -42,14 +43,14 @@ pub struct Bench {
     pub which: Which,
 
     /// How many messages [default: as fits the measurement]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count)]
     pub messages: Option<usize>,
 
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub payload_bytes: usize,
 
     /// Messages per claim and per settle
-    #[arg(long, value_name = "N", default_value_t = 500)]
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = count)]
     pub batch: usize,
 
     /// Sent messages in history; measures with and without them (drain only)
@@ -91,18 +92,35 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
         return latency::serve(database).await;
     }
     let scratch = Scratch::create(database).await?;
-    let figures = match bench.which {
-        Which::Limit => drain::limit_only(bench, &scratch).await,
-        Which::Enqueue => enqueue::run(bench, &scratch).await,
-        Which::Drain => drain::run(bench, &scratch).await,
-        Which::Latency => latency::run(bench, &scratch).await,
-        Which::Backlog => backlog::run(bench, &scratch).await,
-        Which::Http => http::run(bench, &scratch).await,
+    let measured = async {
+        match bench.which {
+            Which::Limit => drain::limit_only(bench, &scratch).await,
+            Which::Enqueue => enqueue::run(bench, &scratch).await,
+            Which::Drain => drain::run(bench, &scratch).await,
+            Which::Latency => latency::run(bench, &scratch).await,
+            Which::Backlog => backlog::run(bench, &scratch).await,
+            Which::Http => http::run(bench, &scratch).await,
+        }
+    };
+    // Interrupted or not, nothing of it stays behind.
+    let figures = tokio::select! {
+        figures = measured => figures,
+        () = stop_signal()? => Err(Failure::failed("interrupted; the scratch database is removed")),
     };
     scratch.remove().await?;
     let mut figures = figures?;
     figures["database"] = json!(scratch.dialect().name());
+    // Every benchmark has the same fields; what one does not measure is null.
+    for field in ["per_second", "limit_per_second", "ratio", "p50_ms", "p99_ms"] {
+        if figures.get(field).is_none() {
+            figures[field] = Value::Null;
+        }
+    }
     Ok(figures)
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("`{text}` is no whole number from 1 on"))
 }
 
 /// The figures for people: one per line.

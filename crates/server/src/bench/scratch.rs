@@ -39,12 +39,14 @@ impl Scratch {
                 url.set_path(&name);
                 made(url.to_string(), Dialect::Mysql, None)
             }
-            _ => {
+            "sqlite" => {
                 let path = database.trim_start_matches("sqlite:").trim_start_matches("//");
                 let parent = std::path::Path::new(path).parent().filter(|p| !p.as_os_str().is_empty());
                 let folder = tempfile::tempdir_in(parent.unwrap_or(std::path::Path::new("."))).map_err(fail)?;
                 made(format!("sqlite://{}", folder.path().join("bench.db").display()), Dialect::Sqlite, Some(folder))
             }
+            // The kernel knows what to say.
+            _ => return Err(outbox(database).await.err().unwrap_or_else(|| fail("an unknown kind of database"))),
         };
         let outbox = scratch.outbox().await?;
         outbox.migrate().await?;

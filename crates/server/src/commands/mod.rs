@@ -11,6 +11,8 @@ mod worker;
 
 use std::process::ExitCode;
 
+pub use worker::stop_signal;
+
 use clap::{CommandFactory, Parser};
 
 use crate::bench;

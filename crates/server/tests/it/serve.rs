@@ -142,7 +142,7 @@ fn the_dead_come_back_and_lanes_are_held() {
     on_every_database(|home| {
         home.write(
             "postrider.toml",
-            "[lane.work]\ncourier = \"http\"\nurl = \"http://127.0.0.1:1/\"\nmax_attempts = 1\n",
+            "[lane.work]\ncourier = \"http\"\nurl = \"http://127.0.0.1:1/\"\nmax_attempts = 1\n[lane.other]\ncourier = \"noop\"\n",
         );
         let server = Server::start(&home, &[]);
         let id = server.post("/v1/outbox/work", &[], "x").answered(201).json()["id"].as_i64().unwrap();
@@ -154,7 +154,7 @@ fn the_dead_come_back_and_lanes_are_held() {
         let put = |lane: &str| server.post(&format!("/v1/outbox/{lane}"), &[], "x").answered(201).json()["id"].clone();
         let shown = |id: &serde_json::Value| server.get(&format!("/v1/outbox/{id}")).json();
         wait_until("workers have heard of it", || {
-            let (held, other) = (put("work"), put("log"));
+            let (held, other) = (put("work"), put("other"));
             wait_until("another lane goes on", || shown(&other)["status"] == "sent");
             shown(&held)["lease_token"] == 0
         });
