@@ -178,8 +178,8 @@ struct World {
     enqueued: Vec<i64>,
     /// Which message of the plan an id is.
     order: HashMap<i64, usize>,
-    /// Who claimed a message last, and under which token: the only one who may act on it.
-    holders: HashMap<i64, (i64, String)>,
+    /// Who claimed a message last, under which token (the only one who may act on it), and until when.
+    holders: HashMap<i64, (i64, String, u64)>,
     settled: HashSet<Lease>,
     /// What each life of a worker is delivering right now, by content.
     delivering: HashMap<(u64, usize), i64>,
@@ -336,7 +336,9 @@ impl World {
             Action::Step { worker, life } => self.step(worker, life),
             Action::Execute { worker, life, owner, command, lose_answer } => {
                 let event = self.execute(&owner, command, lose_answer).await;
-                let back = self.now + self.latency(worker);
+                // That an answer is lost shows only when the deadline has passed.
+                let deadline = if lose_answer { self.rng.u64(0..10 * SECOND) } else { 0 };
+                let back = self.now + self.latency(worker) + deadline;
                 self.at(back, Action::Hear { worker, life, event });
             }
             Action::Hear { worker, life, event } => self.hear(worker, life, event),
@@ -628,13 +630,15 @@ impl World {
                 let result = store.claim(&claim).await;
                 if let Ok(claimed) = &result {
                     for message in &claimed.messages {
-                        self.holders.insert(message.id, (message.lease_token, owner.to_owned()));
+                        let until = self.now + LEASE.as_micros() as u64;
+                        let before = self.holders.insert(message.id, (message.lease_token, owner.to_owned(), until));
+                        let expired = before.map_or(0, |(_, _, until)| until);
                         if message.crashes == 0 {
                             self.unlucky.remove(&message.id);
                         }
                         if let Some(from) = &message.taken_over_from {
                             self.mark("taken over");
-                            if self.struck.get(from).is_some_and(|until| self.now <= *until) {
+                            if self.struck.get(from).is_some_and(|until| expired <= *until) {
                                 self.unlucky.insert(message.id);
                             } else if !self.poisoned.contains(from) {
                                 let lost = format!("P5: {from} is well, and lost message {} to {owner}", message.id);
@@ -697,6 +701,9 @@ impl World {
                 let result = store.renew(owner, &leases, lease).await;
                 for (lease, kept) in leases.iter().zip(result.as_deref().unwrap_or_default()) {
                     self.check_fence("renewed", owner, *lease, *kept);
+                    if let Some(holder) = self.holders.get_mut(&lease.id).filter(|_| *kept) {
+                        holder.2 = self.now + LEASE.as_micros() as u64;
+                    }
                 }
                 answer!(op, Renewed, result, |r| format!("{leases:?} {r:?}"))
             }
@@ -706,7 +713,7 @@ impl World {
 
     fn check_fence(&mut self, did: &str, owner: &str, lease: Lease, applied: bool) {
         let holder = self.holders.get(&lease.id);
-        if applied && holder.is_none_or(|(token, name)| *token != lease.token || name != owner) {
+        if applied && holder.is_none_or(|(token, name, _)| *token != lease.token || name != owner) {
             let broken = format!("S6: {owner} {did} {lease:?}, which belongs to {holder:?}");
             self.outcomes.violations.push(broken);
         }

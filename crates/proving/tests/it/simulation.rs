@@ -39,12 +39,14 @@ fn no_seed_breaks_a_promise() {
         "crashed",
         "dedup hit",
         "delivered, answer lost",
+        "died of its attempts",
         "froze",
         "lease lost",
         "renewed",
         "settled again after a lost answer",
         "stalled past a lease",
         "taken over",
+        "told to stop",
     ];
     if seeds().count() >= 200 {
         for mark in wanted {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use postrider::clock::Tick;
+use postrider::lease::Lease;
 use postrider::store::{Claim, From, Mark, Store};
 use postrider::tx::Dialect;
 use serde_json::{Value, json};
@@ -12,6 +13,8 @@ use super::scratch::{LANE, Scratch, fill};
 use super::{Bench, median, percentile, rate, timed};
 use crate::failure::{Failure, Result};
 
+/// Holds the rows others hold.
+const HOLDER: &str = "other:1:x";
 const LEASED: usize = 50_000;
 const BACKOFF: usize = 1_000_000;
 
@@ -40,11 +43,13 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     add_rows(scratch, LEASED, "leased").await?;
     scratch.analyze(&["outbox"]).await?;
     let deep = claim_cost(&outbox, scratch).await?;
+    let (alone, beside) = renewal_cost(scratch).await?;
     Ok(json!({
         "bench": "backlog", "messages": waiting,
         "per_second_10k_waiting": few, "per_second_all_waiting": many, "flat_ratio": many / few,
         "per_second": many, "worker_rss_kib": memory, "worker_rss_before_kib": memory_before,
         "claim_100_empty_ms": empty.0, "claim_100_deep_ms": deep.0, "claim_cost_ratio": deep.0 / empty.0,
+        "renew_500_alone_p99_ms": alone, "renew_500_beside_claims_p99_ms": beside,
         "first_claim_deep_ms": deep.1, "leased": LEASED, "backoff": BACKOFF,
     }))
 }
@@ -83,6 +88,45 @@ async fn claim_cost(outbox: &postrider::Outbox, scratch: &Scratch) -> Result<(f6
     }
     scratch.sql(&["DELETE FROM outbox WHERE locked_by = 'bench:1:claims'"]).await?;
     Ok((percentile(&mut samples, 0.5), first))
+}
+
+/// The 99th percentile of renewals of 500 leases, alone and while another worker claims from the same lane without pause.
+async fn renewal_cost(scratch: &Scratch) -> Result<(f64, f64)> {
+    let outbox = scratch.outbox().await?;
+    let rows = outbox.store().walk(LANE, 0, None, 500).await?.seen;
+    let leases: Vec<Lease> = rows.iter().map(|seen| Lease { id: seen.mark.id, token: seen.hold.token }).collect();
+    let renewals = async || -> Result<f64> {
+        let mut samples = Vec::new();
+        for _ in 0..100 {
+            let start = Tick::now();
+            let kept = outbox.store().renew(HOLDER, &leases, Duration::from_secs(3600)).await?;
+            samples.push(Tick::now().since(start));
+            if !kept.iter().all(|kept| *kept) {
+                return Err(Failure::failed("a lease was lost that nobody took"));
+            }
+        }
+        Ok(percentile(&mut samples, 0.99))
+    };
+    let alone = renewals().await?;
+    let claimer = scratch.outbox().await?;
+    fill(&claimer, 20_000, 256).await?;
+    let claims = tokio::spawn(async move {
+        let claim = Claim {
+            lane: LANE.to_owned(),
+            shard: 0,
+            limit: 100,
+            lease: Duration::from_secs(600),
+            owner: "bench:1:claims".to_owned(),
+            max_crashes: 5,
+            send_begun: false,
+            from: From::Mark(None),
+        };
+        // From the head every time: past all that is held.
+        while claimer.store().claim(&claim).await.is_ok_and(|claimed| !claimed.messages.is_empty()) {}
+    });
+    let beside = renewals().await?;
+    claims.abort();
+    Ok((alone, beside))
 }
 
 /// Rows others hold, due before everything else; or rows that wait for a retry.

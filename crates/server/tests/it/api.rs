@@ -52,8 +52,13 @@ impl Response {
 impl Server {
     /// Starts it on a free port and waits until it says that it listens.
     pub fn start(home: &Home, args: &[&str]) -> Server {
+        Server::start_with(home, args, &[])
+    }
+
+    pub fn start_with(home: &Home, args: &[&str], environment: &[(&str, &str)]) -> Server {
         let listen: &[&str] = if args.contains(&"--listen") { &[] } else { &["--listen", "127.0.0.1:0"] };
         let mut command = home.command(&[&["serve"], listen, args].concat());
+        command.envs(environment.iter().copied());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();
         // Somebody must read it, or it blocks on a full pipe.

@@ -331,3 +331,64 @@ fn raise_own_file_limit() {
     let most = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: most.map(|most| most.min(8192)), maximum: most }).unwrap();
 }
+
+#[test]
+fn without_its_database_it_says_so_and_recovers() {
+    let mut database = proving::servers::Postgres::start().unwrap();
+    let home = Home::sqlite();
+    home.write("postrider.toml", &format!("database = \"{}\"\n[lane.work]\ncourier = \"noop\"\n", database.url()));
+    let server = Server::start(&home, &["--no-workers"]);
+    server.post("/v1/outbox/work", &[], "x").answered(201);
+    database.stop_immediate();
+    let away = |begun: Instant, response: crate::api::Response| {
+        assert!(begun.elapsed() < Duration::from_secs(16), "it took {:?}", begun.elapsed());
+        assert_eq!(response.status, 503, "{response:#?}");
+        assert!(response.header("retry-after").is_some(), "{response:#?}");
+        let code = response.json()["error"]["code"].clone();
+        assert!(code == "STORE_UNAVAILABLE" || code == "OUTCOME_UNKNOWN", "{response:#?}");
+    };
+    away(Instant::now(), server.post("/v1/outbox/work", &[], "x"));
+    away(Instant::now(), server.get("/v1/outbox"));
+    away(Instant::now(), server.get("/readyz"));
+    server.get("/livez").answered(200);
+    database.start_again().unwrap();
+    wait_until("it is ready again", || server.get("/readyz").status == 200);
+    server.post("/v1/outbox/work", &[], "x").answered(201);
+}
+
+#[test]
+fn secrets_stay_where_they_belong() {
+    let mut database = proving::servers::Postgres::start().unwrap();
+    let home = Home::sqlite();
+    let url = database.url().replace("postrider@", "postrider:canary-password@");
+    let lane = "[lane.work]\ncourier = \"http\"\nurl = \"http://127.0.0.1:1/canary-path?q=canary-query\"\nmax_attempts = 1\nheaders = { Authorization = \"env:SECRET\" }\n";
+    home.write("postrider.toml", &format!("database = \"{url}\"\n{lane}"));
+    // Everything that can be logged is.
+    let environment = [("SECRET", "canary-secret"), ("RUST_LOG", "trace,h2=off,hyper=off,mio=off,rustls=off")];
+    let server = Server::start_with(&home, &["--log", "json"], &environment);
+    let headers = [
+        ("Idempotency-Key", "canary-key"),
+        ("Postrider-Active-Key", "canary-active"),
+        ("authorization", "Bearer canary-token"),
+    ];
+    let mut told = String::new();
+    let mut ask = |response: crate::api::Response| {
+        told.push_str(&response.head);
+        told.push_str(&response.body);
+        response
+    };
+    ask(server.post("/v1/outbox/work", &headers, "canary-payload")).refused(401, "UNAUTHORIZED");
+    let id = ask(server.post("/v1/outbox/work", &headers[..2], "canary-payload")).answered(201).json()["id"].clone();
+    ask(server.post("/v1/outbox/work", &headers[..2], "canary-payload, another")).refused(409, "DIFFERS");
+    wait_until("it is dead", || server.get(&format!("/v1/outbox/{id}")).json()["status"] == "dead");
+    ask(server.get("/metrics")).answered(200);
+    database.stop_immediate();
+    ask(server.post("/v1/outbox/work", &headers[..2], "canary-payload"));
+    ask(server.get("/v1/outbox"));
+    let (_, log) = server.stop();
+    assert!(log.contains("\"level\":\"WARN\""), "there is a log to look at");
+    for (what, text) in [("log", &log), ("answers", &told)] {
+        let line = text.lines().find(|line| line.contains("canary"));
+        assert!(line.is_none(), "a canary is in the {what}: {line:?}");
+    }
+}

@@ -27,9 +27,10 @@ impl Core {
             && (capacity >= enough || lane.running + lane.claims == 0)
     }
 
-    /// In a drain nothing is claimed, but what may be ours without our knowing is looked for, to be given back.
+    /// In a drain or a pause nothing is claimed, but what may be ours without our knowing is looked for, to be given back.
     pub(super) fn must_adopt(&self, lane: &Lane) -> bool {
-        matches!(self.phase, Phase::Draining { .. }) && lane.claims == 0 && lane.shards.iter().any(|s| s.lost.is_some())
+        let held_up = self.phase != Phase::Running || lane.gate == Gate::Paused;
+        held_up && lane.claims == 0 && lane.shards.iter().any(|s| s.lost.is_some())
     }
 
     pub(super) fn claim(&mut self, index: usize, now: Tick) {

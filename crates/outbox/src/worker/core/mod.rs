@@ -524,7 +524,7 @@ impl Core {
             if !lane.renewing {
                 at(lane.renew_at);
             }
-            if self.phase != Phase::Running && self.must_adopt(lane) {
+            if self.must_adopt(lane) {
                 at(lane.claim_trouble.until);
             }
             if self.phase == Phase::Running {
