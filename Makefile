@@ -16,6 +16,11 @@ demo: ## See the outbox at work, on an embedded database
 test: ## Run all tests on SQLite, PostgreSQL and MariaDB; brings its own servers
 	$(WITH_DATABASES) cargo test --locked --workspace --all-features
 
+.PHONY: api
+api: ## Let Schemathesis (from PyPI) try the API against its own description
+	cargo build --locked
+	scripts/check-api.sh
+
 .PHONY: lint
 lint: $(DENY) ## Check format, clippy and the dependencies' licences and sources
 	cargo fmt --all --check
@@ -29,7 +34,7 @@ bench: ## Measure all three databases; figures go to target/bench/
 	$(WITH_DATABASES) scripts/bench.sh
 
 .PHONY: ci
-ci: lint test demo ## Everything CI runs
+ci: lint test api demo ## Everything CI runs
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

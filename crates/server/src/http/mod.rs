@@ -99,7 +99,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
 /// All that is served.
 pub fn router(app: &Arc<App>) -> Router {
     let (router, mut description) = described(app).split_for_parts();
-    reference::complete(&mut description);
+    let lanes: Vec<&str> = app.outbox.lanes().iter().map(|(lane, _)| lane).collect();
+    reference::complete(&mut description, &lanes);
     let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);

@@ -10,6 +10,7 @@ use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
 use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, StatusCode};
+use postrider::message::check_lane_name;
 use postrider::store::{Attempt, Filter, Requeued, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -51,13 +52,13 @@ impl From<Entry> for Accepted {
 #[allow(dead_code)] // it only documents: headers are read by name
 pub struct EnqueueHeaders {
     /// The same key with the same content again is the same message. At most 255 bytes; quotes around it are not part of it.
-    #[param(rename = "Idempotency-Key", max_length = 255)]
+    #[param(rename = "Idempotency-Key", min_length = 1, max_length = 255)]
     idempotency_key: Option<String>,
     /// Where it goes, as far as the lane tells destinations apart.
-    #[param(rename = "Postrider-Target", max_length = 1024)]
+    #[param(rename = "Postrider-Target", min_length = 1, max_length = 1024)]
     target: Option<String>,
     /// At most one undelivered message of the lane has this.
-    #[param(rename = "Postrider-Active-Key", max_length = 255)]
+    #[param(rename = "Postrider-Active-Key", min_length = 1, max_length = 255)]
     active_key: Option<String>,
     /// Not before this has passed: `500ms`, `5s`, `10m`, `2h`, `1d`.
     #[param(rename = "Postrider-Delay", example = "5s", pattern = "^([0-9]+(ms|s|m|h|d)|0)$")]
@@ -129,7 +130,7 @@ fn checked(app: &App, message: NewMessage) -> Result<NewMessage, Refusal> {
 #[utoipa::path(
     post, path = "/v1/outbox/{lane_or_id}", tag = "outbox",
     params(("lane_or_id" = String, Path, description = "A lane of the configuration"), EnqueueHeaders),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream", description = "The payload, of any content type"),
+    request_body(content = String, content_type = "application/octet-stream", description = "The payload, of any content type"),
     responses(
         (status = 201, description = "Committed", body = Accepted),
         (status = 200, description = "It is there already, under its key", body = Accepted),
@@ -174,11 +175,11 @@ pub struct BatchMessage {
     /// A string is sent as text, anything else as its JSON.
     #[schema(value_type = serde_json::Value)]
     payload: Box<RawValue>,
-    #[schema(max_length = 255)]
+    #[schema(min_length = 1, max_length = 255)]
     key: Option<String>,
-    #[schema(max_length = 1024)]
+    #[schema(min_length = 1, max_length = 1024)]
     target: Option<String>,
-    #[schema(max_length = 255)]
+    #[schema(min_length = 1, max_length = 255)]
     active_key: Option<String>,
     #[schema(example = "5s", pattern = "^([0-9]+(ms|s|m|h|d)|0)$")]
     delay: Option<String>,
@@ -353,6 +354,7 @@ pub struct MessageList {
 #[serde(deny_unknown_fields)]
 pub struct ListQuery {
     /// Only this lane.
+    #[param(pattern = "^[A-Za-z0-9._-]{1,64}$")]
     lane: Option<String>,
     /// Only `pending`, `leased`, `sent` or `dead`.
     #[param(pattern = "^(pending|leased|sent|dead)$")]
@@ -361,6 +363,7 @@ pub struct ListQuery {
     #[param(minimum = 1, maximum = 1000, default = 50)]
     limit: Option<u32>,
     /// `next_cursor` of the page before.
+    #[param(pattern = "^[0-9]{1,18}$")]
     cursor: Option<String>,
 }
 
@@ -377,6 +380,7 @@ pub async fn list(
     let query = query?.0;
     let lane = match (query.lane, caller.lane()) {
         (Some(lane), _) => {
+            check_lane_name(&lane).map_err(|e| Refusal::invalid(e.message))?;
             caller.may_use(&lane)?;
             Some(lane)
         }

@@ -1,8 +1,9 @@
 //! The description of the API: what every route may also answer, and a page that people can read.
 
 use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::schema::Type;
 use utoipa::openapi::security::SecurityRequirement;
-use utoipa::openapi::{Content, OpenApi, Ref, RefOr, Response};
+use utoipa::openapi::{Content, ObjectBuilder, OpenApi, Ref, RefOr, Response};
 
 /// What any route may answer besides its own: told once, for all.
 const ALWAYS: [(&str, &str); 10] = [
@@ -24,10 +25,19 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut O
     all.into_iter().filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// Adds what is the same for all routes.
-pub fn complete(description: &mut OpenApi) {
-    for item in description.paths.paths.values_mut() {
-        for (_, operation) in operations(item) {
+/// Adds what is the same for all routes, and the lanes there are.
+pub fn complete(description: &mut OpenApi, lanes: &[&str]) {
+    for (path, item) in &mut description.paths.paths {
+        for (method, operation) in operations(item) {
+            let takes_lane = path.contains("{lane}") || (method == "POST" && !path.ends_with("/requeue"));
+            for parameter in operation.parameters.iter_mut().flatten().filter(|_| takes_lane) {
+                if let RefOr::T(parameter) = parameter
+                    && parameter.name.starts_with("lane")
+                {
+                    let names = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(lanes.to_vec()));
+                    parameter.schema = Some(names.into());
+                }
+            }
             if operation.security.is_none() {
                 operation.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
             }
