@@ -32,7 +32,7 @@ pub enum Which {
     Latency,
     /// Claims and drains with much waiting, leased, in backoff, or in history
     Backlog,
-    /// Deliveries by HTTP to a receiver in this process, against the limit
+    /// Single messages posted to the API, against the library in this process; and deliveries by HTTP
     Http,
 }
 
