@@ -121,7 +121,8 @@ async fn over_http(outbox: &Outbox, messages: usize, payload_bytes: usize) -> Re
             let mut samples = Vec::new();
             while let Some(n) = numbers.next() {
                 let body = Full::<Bytes>::new(scratch::message(payload_bytes, n).payload);
-                let request = Request::post(format!("/v1/outbox/{LANE}")).header("host", address.to_string()).body(body);
+                let request =
+                    Request::post(format!("/v1/outbox/{LANE}")).header("host", address.to_string()).body(body);
                 let begun = Tick::now();
                 let response = sender.send_request(request.map_err(fail)?).await.map_err(fail)?;
                 let status = response.status();
