@@ -16,6 +16,7 @@ mod explain;
 #[cfg(feature = "http")]
 mod http_courier;
 mod inbox;
+mod lost_replies;
 mod operating;
 mod schema;
 mod scratch;
