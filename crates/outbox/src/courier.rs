@@ -20,6 +20,11 @@ use crate::outcome::{Outcome, code};
 pub trait Courier: Send + Sync + 'static {
     async fn deliver(&self, message: &Message) -> Outcome;
 
+    /// What it is called in logs and traces.
+    fn name(&self) -> &str {
+        "courier"
+    }
+
     /// The same on lanes with [`send_begun`](crate::LaneRules::send_begun). A courier that may still decide not to send
     /// (its own limits, a look-up first) does so before it commits `begin`.
     async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {

@@ -32,7 +32,8 @@ macro_rules! migrations {
     };
 }
 
-const MIGRATIONS: &[Migration] = migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses"];
+const MIGRATIONS: &[Migration] =
+    migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses", 4 "V004__alerts"];
 
 /// Versions beyond its hundred are of a time this binary knows nothing about.
 const LAST_PART: i64 = 5;

@@ -35,6 +35,8 @@ pub struct Told<'a> {
     pub attempt: u32,
     /// Why it was not simply sent.
     pub reason_code: Option<&'a str>,
+    /// How long the delivery took, where there was one.
+    pub took: Option<Duration>,
 }
 
 /// How a lane stands in this process right now.
@@ -55,6 +57,22 @@ pub trait Observer: Send + Sync {
     fn took(&self, _lane: &str, _phase: Phase, _time: Duration) {}
     /// About twice a second.
     fn standing(&self, _lane: &str, _standing: Standing) {}
+}
+
+/// Several listen.
+impl Observer for Vec<std::sync::Arc<dyn Observer>> {
+    fn claimed(&self, lane: &str, messages: u64, taken_over: u64) {
+        self.iter().for_each(|one| one.claimed(lane, messages, taken_over));
+    }
+    fn settled(&self, told: &Told<'_>) {
+        self.iter().for_each(|one| one.settled(told));
+    }
+    fn took(&self, lane: &str, phase: Phase, time: Duration) {
+        self.iter().for_each(|one| one.took(lane, phase, time));
+    }
+    fn standing(&self, lane: &str, standing: Standing) {
+        self.iter().for_each(|one| one.standing(lane, standing));
+    }
 }
 
 /// Nobody listens.

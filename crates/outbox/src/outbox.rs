@@ -15,7 +15,7 @@ use crate::lease::Lease;
 use crate::message::{Entry, NewMessage, Sha};
 use crate::migrate;
 use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
-use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, transact};
+use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
 use crate::stores::{self, Options};
 use crate::tx::Tx;
 
@@ -399,6 +399,11 @@ impl Outbox {
             stats.entry(lane.to_owned()).or_default();
         }
         stats
+    }
+
+    /// How the database and the connections to it are doing.
+    pub async fn vitals(&self) -> Result<Vitals> {
+        self.store.vitals().await
     }
 
     pub async fn list(&self, filter: Filter) -> Result<Vec<Shown>> {

@@ -119,11 +119,13 @@ pub struct Settlement {
     pub again: bool,
     /// The database trouble this entry had to wait out, told in the audit once it is settled.
     pub trouble: Option<FlushCode>,
+    /// How long its delivery took, for those who tell.
+    pub took: Option<Duration>,
 }
 
 impl Settlement {
     pub fn new(lease: Lease, verdict: Verdict) -> Self {
-        Settlement { lease, verdict, again: false, trouble: None }
+        Settlement { lease, verdict, again: false, trouble: None, took: None }
     }
 }
 

@@ -260,9 +260,34 @@ pub trait Store: Send + Sync {
         Ok(())
     }
 
+    /// How the database and our connections to it are doing; for gauges.
+    async fn vitals(&self) -> Result<Vitals> {
+        Ok(Vitals::default())
+    }
+
     /// Moves the clock this store lives by. For tests only.
     #[doc(hidden)]
     fn advance_clock(&self, by: Duration);
+}
+
+/// What an operator watches beside the outbox itself.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Vitals {
+    pub pool: Option<Connections>,
+    /// PostgreSQL: rows nobody sees any more and vacuum has not taken away yet, by table.
+    pub dead_tuples: Vec<(String, i64)>,
+    /// PostgreSQL: how many transactions ago the oldest snapshot was taken that keeps vacuum from its work.
+    pub oldest_xmin_age: Option<i64>,
+    /// SQLite: bytes that wait to be brought from the log into the file.
+    pub wal_bytes: Option<u64>,
+}
+
+/// Connections to the database.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Connections {
+    pub most: usize,
+    pub in_use: usize,
+    pub idle: usize,
 }
 
 /// Runs `work` in one transaction of the store and hands its result out.

@@ -205,6 +205,8 @@ pub enum ConfigCommand {
     Check,
     /// Print the configuration in force, secrets masked
     Print,
+    /// Print what may be configured, as Markdown
+    Reference,
 }
 
 /// Deliver messages until stopped, or once.

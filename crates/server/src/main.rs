@@ -1,6 +1,7 @@
 //! `postrider`: the command. It reads arguments and configuration, calls the kernel and shows what came of it; no
 //! decision about delivery is made here.
 
+mod alerts;
 mod bench;
 mod cli;
 mod commands;
@@ -18,6 +19,7 @@ mod schema;
 mod secret;
 mod table;
 mod tokens;
+mod traces;
 
 use std::process::ExitCode;
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use postrider::Outbox;
 use postrider::clock::Tick;
 use postrider::observe::{Observer, Phase, Standing, Told};
+use postrider::store::Vitals;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -52,6 +53,16 @@ struct Depth {
     status: State,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Connection {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Table {
+    table: String,
+}
+
 type Seconds = Gauge<f64, std::sync::atomic::AtomicU64>;
 
 /// All the numbers of one process.
@@ -68,6 +79,11 @@ pub struct Meters {
     depth: Family<Depth, Gauge>,
     oldest: Family<Lane, Seconds>,
     paused: Family<Lane, Gauge>,
+    conflicts: Family<Lane, Counter>,
+    connections: Family<Connection, Gauge>,
+    dead_tuples: Family<Table, Gauge>,
+    xmin_age: Gauge,
+    wal_bytes: Gauge,
     looked_at: Mutex<Option<Tick>>,
 }
 
@@ -98,6 +114,15 @@ impl Meters {
             depth: kept(r, "outbox_depth", "Live messages"),
             oldest: kept(r, "outbox_oldest_due_seconds", "Age of the oldest message that is due and not held"),
             paused: kept(r, "outbox_paused", "1 where the lane is paused"),
+            conflicts: kept(r, "idempotency_conflicts", "Keys that came again with another content"),
+            connections: kept(r, "outbox_pool_connections", "Connections to the database"),
+            dead_tuples: kept(r, "outbox_postgres_dead_tuples", "Dead rows that vacuum has not taken away yet"),
+            xmin_age: kept(
+                r,
+                "outbox_postgres_oldest_xmin_age",
+                "Age of the oldest snapshot that holds vacuum up, in transactions",
+            ),
+            wal_bytes: kept(r, "outbox_sqlite_wal_bytes", "Size of the write-ahead log"),
             latency,
             registry,
             looked_at: Mutex::new(None),
@@ -109,6 +134,7 @@ impl Meters {
         if self.stale() {
             let stats = outbox.depths().await?;
             let paused = outbox.paused_lanes().await?;
+            self.show(&outbox.vitals().await?);
             for (lane, depth) in stats {
                 let by = |status| Depth { lane: lane.clone(), status };
                 self.depth.get_or_create(&by(State::Pending)).set(depth.pending as i64);
@@ -120,6 +146,24 @@ impl Meters {
         let mut page = String::new();
         encode(&mut page, &self.registry).map_err(|e| postrider::Error::database(e.to_string()))?;
         Ok(page)
+    }
+
+    /// A key came again with another content.
+    pub fn conflict(&self, name: &str) {
+        self.conflicts.get_or_create(&lane(name)).inc();
+    }
+
+    fn show(&self, vitals: &Vitals) {
+        if let Some(pool) = vitals.pool {
+            for (state, number) in [("most", pool.most), ("in_use", pool.in_use), ("idle", pool.idle)] {
+                self.connections.get_or_create(&Connection { state }).set(number as i64);
+            }
+        }
+        for (table, tuples) in &vitals.dead_tuples {
+            self.dead_tuples.get_or_create(&Table { table: table.clone() }).set(*tuples);
+        }
+        self.xmin_age.set(vitals.oldest_xmin_age.unwrap_or(0));
+        self.wal_bytes.set(vitals.wal_bytes.unwrap_or(0) as i64);
     }
 
     fn stale(&self) -> bool {

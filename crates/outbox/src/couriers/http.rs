@@ -166,6 +166,10 @@ impl Http {
 
 #[async_trait]
 impl Courier for Http {
+    fn name(&self) -> &str {
+        "http"
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         let mut request = match self.request(message) {
             Ok(request) => request,

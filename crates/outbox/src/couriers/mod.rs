@@ -16,6 +16,10 @@ pub struct Noop;
 
 #[async_trait]
 impl Courier for Noop {
+    fn name(&self) -> &str {
+        "noop"
+    }
+
     async fn deliver(&self, _: &Message) -> Outcome {
         Outcome::sent()
     }
@@ -31,6 +35,10 @@ pub struct Log {
 
 #[async_trait]
 impl Courier for Log {
+    fn name(&self) -> &str {
+        "log"
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         let payload = match self.show_payload {
             true => String::from_utf8_lossy(&message.payload).into_owned(),

@@ -19,7 +19,7 @@ use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
-use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
+use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
 
@@ -731,6 +731,10 @@ impl Store for MysqlStore {
             answer
         })
         .await
+    }
+
+    async fn vitals(&self) -> Result<Vitals> {
+        Ok(Vitals { pool: Some(self.pool.connections()), ..Vitals::default() })
     }
 
     fn advance_clock(&self, by: Duration) {

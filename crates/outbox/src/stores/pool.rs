@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::Options;
 use crate::clock::Tick;
 use crate::error::{Error, Kind, Result};
+use crate::store::Connections;
 
 #[async_trait]
 pub(crate) trait Connect: Send + Sync + 'static {
@@ -79,6 +80,11 @@ impl<C: Connect> Pool<C> {
             .await
             .map_err(|_| Error::new(Kind::Unreachable, "the database did not accept a connection in time"))??;
         Ok(Loan { connection, _permit: permit })
+    }
+
+    pub fn connections(&self) -> Connections {
+        let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).len();
+        Connections { most: self.size, in_use: self.size - self.permits.available_permits().min(self.size), idle }
     }
 
     pub fn give_back(&self, loan: Loan<C>) {

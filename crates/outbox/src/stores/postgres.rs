@@ -27,7 +27,7 @@ use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
-use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work, transact};
+use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
 
@@ -636,9 +636,29 @@ impl Store for PostgresStore {
         answer
     }
 
+    async fn vitals(&self) -> Result<Vitals> {
+        let pool = Some(self.pool.connections());
+        let (dead_tuples, oldest_xmin_age) =
+            transact(self, Mode::Read, |tx| Box::pin(async move { vacuum_standing(tx).await })).await?;
+        Ok(Vitals { pool, dead_tuples, oldest_xmin_age, ..Vitals::default() })
+    }
+
     fn advance_clock(&self, by: Duration) {
         self.skew.advance(by);
     }
+}
+
+/// What vacuum has still to do in our tables, and what keeps it from that.
+async fn vacuum_standing(tx: &mut (dyn Tx + Send)) -> Result<(Vec<(String, i64)>, Option<i64>)> {
+    let tables = "SELECT relname::text, n_dead_tup FROM pg_stat_user_tables
+                  WHERE relid IN (to_regclass('outbox'), to_regclass('outbox_done')) ORDER BY relname";
+    let rows = tx.query(tables, &[]).await?;
+    let dead = rows.iter().map(|row| Ok((row.text(0)?, row.int(1)?))).collect::<Result<_>>()?;
+    let oldest = "SELECT max(age(xmin)) FROM (
+                      SELECT backend_xmin AS xmin FROM pg_stat_activity WHERE pid <> pg_backend_pid()
+                      UNION ALL SELECT xmin FROM pg_replication_slots UNION ALL SELECT transaction FROM pg_prepared_xacts) AS pins";
+    let oldest = tx.query(oldest, &[]).await?;
+    Ok((dead, oldest.first().map_or(Ok(None), |row| row.opt_int(0))?))
 }
 
 #[async_trait]

@@ -21,7 +21,7 @@ use crate::message::{Message, parse_headers};
 use crate::migrate::{self, Schema};
 use crate::outcome::{Settled, Settlement, Verdict};
 use crate::settle;
-use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Walked, Work};
+use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work};
 use crate::time::Timestamp;
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, ready_now};
 
@@ -48,6 +48,7 @@ pub struct SqliteStore {
     writer: mpsc::Sender<Request>,
     reader: Option<mpsc::Sender<Request>>,
     deadline: Duration,
+    path: Option<PathBuf>,
 }
 
 impl SqliteStore {
@@ -71,7 +72,15 @@ impl SqliteStore {
             None => None,
         };
         let schema = Schema::with(&options.migrations);
-        Ok(SqliteStore { lanes, schema, skew, writer, reader, deadline: options.deadline.max(Duration::from_secs(15)) })
+        Ok(SqliteStore {
+            lanes,
+            schema,
+            skew,
+            writer,
+            reader,
+            path,
+            deadline: options.deadline.max(Duration::from_secs(15)),
+        })
     }
 
     async fn ask<R: Send + 'static>(
@@ -669,6 +678,16 @@ impl Store for SqliteStore {
             })
         })
         .await
+    }
+
+    async fn vitals(&self) -> Result<Vitals> {
+        // In memory there is no log, and right after a checkpoint perhaps no file.
+        let log = self.path.as_ref().map(|path| {
+            let mut log = path.clone().into_os_string();
+            log.push("-wal");
+            std::fs::metadata(log).map_or(0, |file| file.len())
+        });
+        Ok(Vitals { wal_bytes: log, ..Vitals::default() })
     }
 
     fn advance_clock(&self, by: Duration) {

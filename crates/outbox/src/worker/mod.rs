@@ -114,7 +114,8 @@ impl Worker {
 
     /// Runs until `shutdown` resolves (then drains) or, with `once`, until nothing is due.
     pub async fn run(mut self, shutdown: impl Future<Output = ()>) -> Result<Report> {
-        for lane in &mut self.lanes {
+        for (lane, courier) in self.lanes.iter_mut().zip(&self.couriers) {
+            lane.adapter = courier.name().to_owned();
             let rules = self.outbox.lanes().get(&lane.lane)?;
             lane.dedup = rules.dedup;
             lane.send_begun = rules.send_begun;

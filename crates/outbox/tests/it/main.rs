@@ -6,6 +6,7 @@
 
 mod harness;
 
+mod alerts;
 mod caller_transactions;
 mod callers;
 mod claiming;
@@ -22,3 +23,4 @@ mod schema;
 mod scratch;
 mod settling;
 mod sql_docs;
+mod sqlite_rollback;

@@ -500,7 +500,7 @@ impl Observer for Listener {
     }
 
     fn settled(&self, told: &Told<'_>) {
-        let Told { lane, outbox_id, outcome, attempt, reason_code } = told;
+        let Told { lane, outbox_id, outcome, attempt, reason_code, took: _ } = told;
         self.0.lock().unwrap().push(format!("{lane} {outbox_id} {} {attempt} {reason_code:?}", outcome.as_str()));
     }
 

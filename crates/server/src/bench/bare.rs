@@ -158,50 +158,83 @@ async fn drain_mysql(url: String, batch: usize, beside: bool, worker: &'static s
         if candidates.is_empty() {
             return Ok(done);
         }
-        let list = |ids: &[i64]| ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
         let ids: Vec<i64> = candidates.iter().map(|c| c.0).collect();
-        conn.query_drop("START TRANSACTION").await.map_err(fail)?;
-        let rows: Vec<(i64, i64, Vec<u8>)> = conn
-            .query(format!(
-                "SELECT id, lease_token, payload FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({})
-                 AND (lease_until IS NULL OR lease_until < UTC_TIMESTAMP(6)) LIMIT {batch} FOR UPDATE SKIP LOCKED",
-                list(&ids)
-            ))
-            .await
-            .map_err(fail)?;
-        if rows.is_empty() {
-            conn.query_drop("COMMIT").await.map_err(fail)?;
+        let claimed = loop {
+            match claim_mysql(&mut conn, &ids, batch, worker).await {
+                Err(error) if deadlocked(&error) => {}
+                claimed => break claimed.map_err(fail)?,
+            }
+        };
+        if claimed.is_empty() {
             continue;
         }
-        let ids: Vec<i64> = rows.iter().map(|r| r.0).collect();
-        let claimed = list(&ids);
-        let update = format!(
-            "UPDATE bare FORCE INDEX (PRIMARY) SET lease_token = lease_token + 1, locked_by = '{worker}',
-                    lease_until = UTC_TIMESTAMP(6) + INTERVAL 60 SECOND WHERE id IN ({claimed})"
-        );
-        conn.query_drop(update).await.map_err(fail)?;
-        conn.query_drop("COMMIT").await.map_err(fail)?;
         if beside {
-            let sql = format!("SELECT id, payload FROM bare_payloads WHERE id IN ({claimed})");
+            let sql = format!("SELECT id, payload FROM bare_payloads WHERE id IN ({})", list(&claimed));
             let _payloads: Vec<(i64, Vec<u8>)> = conn.query(sql).await.map_err(fail)?;
         }
         if let Some(first) = candidates.first() {
             mark = format!("'{}'", first.1);
         }
-        conn.query_drop("START TRANSACTION").await.map_err(fail)?;
-        let lock = format!(
-            "SELECT id, lease_token FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({claimed}) AND locked_by = '{worker}' FOR UPDATE"
-        );
-        let held: Vec<(i64, i64)> = conn.query(lock).await.map_err(fail)?;
-        let won = list(&held.iter().map(|h| h.0).collect::<Vec<_>>());
-        let moved = format!(
-            "INSERT INTO bare_done ({MOVED}, status, finished_at) SELECT {MOVED}, 'sent', UTC_TIMESTAMP(6) FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({won})"
-        );
-        conn.query_drop(moved).await.map_err(fail)?;
-        conn.query_drop(format!("DELETE FROM bare WHERE id IN ({won})")).await.map_err(fail)?;
-        conn.query_drop("COMMIT").await.map_err(fail)?;
-        done += held.len();
+        done += loop {
+            match settle_mysql(&mut conn, &claimed, worker).await {
+                Err(error) if deadlocked(&error) => {}
+                settled => break settled.map_err(fail)?,
+            }
+        };
     }
+}
+
+fn list(ids: &[i64]) -> String {
+    ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// InnoDB has rolled the transaction back: it may be run again.
+fn deadlocked(error: &mysql_async::Error) -> bool {
+    matches!(error, mysql_async::Error::Server(e) if matches!(e.code, 1213 | 1205))
+}
+
+async fn claim_mysql(
+    conn: &mut mysql_async::Conn,
+    ids: &[i64],
+    batch: usize,
+    worker: &str,
+) -> mysql_async::Result<Vec<i64>> {
+    conn.query_drop("START TRANSACTION").await?;
+    let rows: Vec<(i64, i64, Vec<u8>)> = conn
+        .query(format!(
+            "SELECT id, lease_token, payload FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({})
+             AND (lease_until IS NULL OR lease_until < UTC_TIMESTAMP(6)) LIMIT {batch} FOR UPDATE SKIP LOCKED",
+            list(ids)
+        ))
+        .await?;
+    let ids: Vec<i64> = rows.iter().map(|r| r.0).collect();
+    if !ids.is_empty() {
+        let update = format!(
+            "UPDATE bare FORCE INDEX (PRIMARY) SET lease_token = lease_token + 1, locked_by = '{worker}',
+                    lease_until = UTC_TIMESTAMP(6) + INTERVAL 60 SECOND WHERE id IN ({})",
+            list(&ids)
+        );
+        conn.query_drop(update).await?;
+    }
+    conn.query_drop("COMMIT").await?;
+    Ok(ids)
+}
+
+async fn settle_mysql(conn: &mut mysql_async::Conn, claimed: &[i64], worker: &str) -> mysql_async::Result<usize> {
+    conn.query_drop("START TRANSACTION").await?;
+    let lock = format!(
+        "SELECT id, lease_token FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({}) AND locked_by = '{worker}' FOR UPDATE",
+        list(claimed)
+    );
+    let held: Vec<(i64, i64)> = conn.query(lock).await?;
+    let won = list(&held.iter().map(|h| h.0).collect::<Vec<_>>());
+    let moved = format!(
+        "INSERT INTO bare_done ({MOVED}, status, finished_at) SELECT {MOVED}, 'sent', UTC_TIMESTAMP(6) FROM bare FORCE INDEX (PRIMARY) WHERE id IN ({won})"
+    );
+    conn.query_drop(moved).await?;
+    conn.query_drop(format!("DELETE FROM bare WHERE id IN ({won})")).await?;
+    conn.query_drop("COMMIT").await?;
+    Ok(held.len())
 }
 
 fn drain_sqlite(file: &str, batch: usize, beside: bool) -> Result<usize> {

@@ -5,14 +5,15 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::cli::ConfigCommand;
-use crate::config::{AuthMode, Config};
+use crate::config::{AuthMode, Config, reference};
 use crate::database;
 use crate::failure::{Ending, Result};
-use crate::output::Output;
+use crate::output::{Output, print_bytes};
 
 pub fn run(config: &Config, args: &ConfigCommand, output: Output) -> Result<Ending> {
     match args {
         ConfigCommand::Check => output.show(&json!({ "ok": true }), || "the configuration is fine".to_owned())?,
+        ConfigCommand::Reference => print_bytes(reference::page().as_bytes())?,
         ConfigCommand::Print => {
             let shown = shown(config);
             output.show(&shown, || serde_json::to_string_pretty(&shown).unwrap_or_default())?;
@@ -45,6 +46,8 @@ fn shown(config: &Config) -> Value {
         "listen": config.listen.to_string(),
         "auth": { "mode": if config.auth == AuthMode::Always { "always" } else { "auto" } },
         "tls": config.tls.as_ref().map(|files| json!({ "cert": files.cert, "key": files.key })),
+        "telemetry": { "otlp_endpoint": config.otlp_endpoint.as_ref().map(|_| "***") },
+        "alerts": config.alerts.map(|rules| json!({ "every_sec": seconds(rules.every), "max_age_sec": seconds(rules.max_age) })),
         "outbox": { "enabled": config.enabled, "drain_timeout_sec": seconds(config.drain) },
         "lane": lanes,
     })

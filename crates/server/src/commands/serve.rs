@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use postrider::Outbox;
+use postrider::observe::Observer;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::net::TcpListener;
@@ -11,6 +12,7 @@ use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
 use super::worker::{build, stop_signal};
+use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
 use crate::database;
@@ -19,6 +21,7 @@ use crate::http::{self, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::tokens::Tokens;
+use crate::traces::Traces;
 
 pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending> {
     let address = args.listen.unwrap_or(config.listen);
@@ -33,17 +36,22 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let address = listener.local_addr().unwrap_or(address);
 
     let meters = Arc::new(Meters::new());
+    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
     let app = App::new(outbox.clone(), tokens_required, meters.clone());
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let workers = if config.enabled && !args.no_workers {
         let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
-        let worker = build(config, &outbox, &lanes, output).await?.observer(meters);
+        let worker = build(config, &outbox, &lanes, output, traces.as_ref()).await?;
+        let mut observers: Vec<Arc<dyn Observer>> = vec![meters];
+        observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
+        let worker = worker.observer(Arc::new(observers));
         Some(tokio::spawn(worker.run(stopping(stopped.clone()))))
     } else {
         tracing::warn!("no workers here: messages are taken in and delivered by other processes");
         None
     };
+    let watch = alerts::watch(config, &outbox);
     let signal = stop_signal()?;
     tokio::spawn(async move {
         signal.await;
@@ -54,6 +62,12 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
     if let Some(workers) = workers {
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
+    }
+    if let Some(watch) = watch {
+        watch.abort();
+    }
+    if let Some(traces) = traces {
+        traces.end().await;
     }
     outbox.flush().await;
     Ok(Ending::Done)

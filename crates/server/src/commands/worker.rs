@@ -1,5 +1,6 @@
 //! `postrider worker`: serves lanes until a signal, or once.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use postrider::Outbox;
@@ -8,12 +9,14 @@ use postrider::worker::core::Tally;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::alerts;
 use crate::cli::Worker;
 use crate::config::{Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
 use crate::table::Table;
+use crate::traces::Traces;
 
 pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<Ending> {
     let names: Vec<String> = chosen(config, &args)?.iter().map(|(name, _)| (*name).to_owned()).collect();
@@ -29,7 +32,11 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     }
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
-    let mut worker = build(config, &outbox, &lanes, output).await?;
+    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
+    let mut worker = build(config, &outbox, &lanes, output, traces.as_ref()).await?;
+    if let Some(traces) = &traces {
+        worker = worker.observer(traces.clone());
+    }
     if let Some(name) = &args.worker_id {
         worker = worker.name(name);
     }
@@ -39,7 +46,12 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let shutdown = stop_signal()?;
     announce(config, &args, &lanes);
     let report: Report = if config.enabled {
-        worker.run(shutdown).await?
+        let watch = if args.once { None } else { alerts::watch(config, &outbox) };
+        let report = worker.run(shutdown).await;
+        if let Some(watch) = watch {
+            watch.abort();
+        }
+        report?
     } else {
         tracing::warn!("the outbox is switched off (OUTBOX_ENABLED or [outbox] enabled): nothing is claimed");
         if !args.once {
@@ -47,6 +59,9 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         }
         lanes.iter().map(|(name, _)| ((*name).to_owned(), Tally::default())).collect()
     };
+    if let Some(traces) = traces {
+        traces.end().await;
+    }
     finish(&report, &args, output)
 }
 
@@ -56,10 +71,13 @@ pub async fn build(
     outbox: &Outbox,
     lanes: &[(&str, &Lane)],
     output: Output,
+    traces: Option<&Arc<Traces>>,
 ) -> Result<postrider::Worker> {
     let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
     for (_, lane) in lanes {
-        worker = worker.lane_with(lane.settings.clone(), lane.destination.courier(outbox, output).await?);
+        let courier = lane.destination.courier(outbox, output).await?;
+        let courier = traces.map_or(courier.clone(), |traces| traces.around(courier));
+        worker = worker.lane_with(lane.settings.clone(), courier);
     }
     Ok(worker)
 }

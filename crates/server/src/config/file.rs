@@ -28,6 +28,7 @@ macro_rules! file {
             pub tls: Option<Spanned<TlsKeys>>,
             #[serde(default)]
             pub telemetry: TelemetryKeys,
+            pub alerts: Option<Spanned<AlertKeys>>,
             $($later: Option<Spanned<IgnoredAny>>,)*
         }
 
@@ -39,7 +40,7 @@ macro_rules! file {
         }
     };
 }
-file!(webhooks, orders, memory, gate, secrets, alerts, store, verify);
+file!(webhooks, orders, memory, gate, secrets, store, verify);
 
 /// `[auth]`.
 #[derive(Debug, Default, Deserialize)]
@@ -72,6 +73,18 @@ pub struct TlsKeys {
 #[serde(deny_unknown_fields, expecting = "the section [telemetry]")]
 pub struct TelemetryKeys {
     pub log: Option<LogFormat>,
+    pub otlp_endpoint: Option<String>,
+}
+
+/// `[alerts]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [alerts]")]
+pub struct AlertKeys {
+    pub url: Spanned<String>,
+    #[serde(default)]
+    pub headers: BTreeMap<String, Spanned<String>>,
+    pub every: Option<Span>,
+    pub max_age: Option<Span>,
 }
 
 /// `[outbox]`: for all lanes.
@@ -113,6 +126,7 @@ pub struct LaneKeys {
     pub audit: Option<bool>,
     pub retention: Option<Span>,
     pub key_ttl: Option<Span>,
+    pub max_age: Option<Span>,
     pub max_payload_bytes: Option<Count<1_073_741_824>>,
 }
 

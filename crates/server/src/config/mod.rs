@@ -1,6 +1,7 @@
 //! The configuration in force: `postrider.toml`, the environment and the flags, checked once, before anything starts.
 
 mod file;
+pub mod reference;
 mod tuning;
 pub mod values;
 
@@ -10,12 +11,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use postrider::backoff::Backoff;
 use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 
 pub use self::file::AuthMode;
-use self::file::{CourierName, File, LaneKeys};
+use self::file::{AlertKeys, CourierName, File, LaneKeys};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
@@ -26,6 +28,8 @@ const DEFAULT_FILE: &str = "postrider.toml";
 const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8787);
 /// Lanes of parts that are still to come.
+/// The lane alerts go through, where `[alerts]` is configured.
+pub const ALERTS: &str = "alerts";
 const PEERS: [&str; 3] = ["webhooks", "orders", "memory"];
 
 /// All that the commands need to know.
@@ -36,6 +40,8 @@ pub struct Config {
     pub auth: AuthMode,
     pub tls: Option<TlsFiles>,
     pub log: Option<LogFormat>,
+    pub otlp_endpoint: Option<String>,
+    pub alerts: Option<AlertRules>,
     pub enabled: bool,
     pub drain: Duration,
     pub lanes: BTreeMap<String, Lane>,
@@ -48,12 +54,23 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
+/// Where alerts go (through the lane [`ALERTS`]), and when there is one.
+#[derive(Clone, Copy, Debug)]
+pub struct AlertRules {
+    /// The same trouble is told at most once in this time.
+    pub every: Duration,
+    /// A lane whose oldest due message is older is in trouble; zero: never.
+    pub max_age: Duration,
+}
+
 /// One lane: what the store keeps, how it is worked, where it goes.
 #[derive(Debug)]
 pub struct Lane {
     pub rules: LaneRules,
     pub settings: LaneSettings,
     pub destination: Destination,
+    /// Its own limit of age for alerts.
+    pub max_age: Option<Duration>,
 }
 
 impl Config {
@@ -179,7 +196,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     if let (Some(_), Some(twice)) = (&file.outbox.backoff, &file.outbox.backoff_sec) {
         return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
     }
-    let environment = FromEnvironment::read(variable)
+    let environment = FromEnvironment::read(&variable)
         .map_err(|e| Failure::usage(format!("{e} (from the environment; correct or unset it)")))?;
     let common = Tuning::from(&file.outbox);
 
@@ -192,6 +209,18 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         let keys = LaneKeys::default();
         lanes.insert("log".to_owned(), lane(&place, "log", 0..0, &keys, &common, &environment.tuning)?);
     }
+    let alerts = match &file.alerts {
+        None => None,
+        Some(keys) => {
+            let (lane, rules) = alerts(&place, keys.span(), keys.get_ref())?;
+            lanes.insert(ALERTS.to_owned(), lane);
+            Some(rules)
+        }
+    };
+    let otlp_endpoint = file.telemetry.otlp_endpoint.or_else(|| {
+        let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+        given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
+    });
     Ok(Config {
         database: file.database.unwrap_or_default(),
         listen,
@@ -201,6 +230,8 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             .map(|keys| keys.into_inner())
             .map(|keys| TlsFiles { cert: keys.cert.into(), key: keys.key.into() }),
         log: file.telemetry.log,
+        otlp_endpoint,
+        alerts,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
@@ -219,6 +250,10 @@ fn lane(
         let what = format!(
             "[lane.{name}] is for a part that this version of postrider does not have yet; take it out or choose another name"
         );
+        return Err(place.wrong(at, what));
+    }
+    if name == ALERTS {
+        let what = "the lane `alerts` is Postrider's own; say where alerts go in [alerts], or choose another name";
         return Err(place.wrong(at, what));
     }
     check_lane_name(name).map_err(|e| place.wrong(at.clone(), e))?;
@@ -247,7 +282,8 @@ fn lane(
     for tuning in [common, &Tuning::from(keys), environment] {
         tuning.apply(&mut settings);
     }
-    Ok(Lane { rules, settings, destination: destination(place, name, at, keys)? })
+    let max_age = keys.max_age.map(|span| span.0);
+    Ok(Lane { rules, settings, destination: destination(place, name, at, keys)?, max_age })
 }
 
 fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> Result<Destination> {
@@ -284,16 +320,39 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
                     format!("[lane.{name}] needs a url for courier = \"http\", like \"https://example.com/{name}\""),
                 )
             })?;
-            let mut headers = Vec::new();
-            for (name, value) in &keys.headers {
-                headers.push((name.clone(), header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))?));
-            }
+            let headers = headers(place, &keys.headers)?;
             let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
             let destination = Destination::Http { url: url.get_ref().clone(), timeout, headers };
             destination.check().map_err(|e| place.wrong(url.span(), e))?;
             destination
         }
     })
+}
+
+/// `[alerts]` as the lane it becomes.
+fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, AlertRules)> {
+    let every = keys.every.map_or(Duration::from_secs(300), |span| span.0);
+    if every.is_zero() {
+        return Err(place.wrong(at, "[alerts]: every = \"0\" would tell the same trouble without end; write \"5m\""));
+    }
+    let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
+    let headers = headers(place, &keys.headers)?;
+    let destination = Destination::Http { url, timeout: Duration::from_secs(10), headers };
+    destination.check().map_err(|e| place.wrong(keys.url.span(), e))?;
+    let mut settings = LaneSettings::new(ALERTS);
+    (settings.concurrency, settings.batch, settings.lease) = (4, 32, Duration::from_secs(30));
+    // Somebody waits for it: soon at first, and for about a day in all.
+    settings.budgets.backoff = Backoff::Table([2, 5, 10, 30, 60, 300, 900].map(Duration::from_secs).to_vec());
+    settings.budgets.max_attempts = 100;
+    let lane = Lane { rules: LaneRules::default(), settings, destination, max_age: Some(Duration::ZERO) };
+    Ok((lane, AlertRules { every, max_age: keys.max_age.map_or(Duration::from_secs(900), |span| span.0) }))
+}
+
+fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Result<Vec<(String, String)>> {
+    let value = |name: &str, value: &toml::Spanned<String>| {
+        header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
+    };
+    keys.iter().map(|(name, given)| Ok((name.clone(), value(name, given)?))).collect()
 }
 
 /// A header's value; what looks like a credential must be a reference.

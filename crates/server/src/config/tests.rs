@@ -3,8 +3,6 @@
 use std::path::Path;
 use std::time::Duration;
 
-use postrider::backoff::Backoff;
-
 use super::*;
 
 fn config(text: &str) -> Config {

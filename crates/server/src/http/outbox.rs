@@ -152,12 +152,11 @@ pub async fn enqueue(
     match entry.outcome {
         Enqueued::Created => Ok((StatusCode::CREATED, Json(entry.into()))),
         Enqueued::Exists => Ok((StatusCode::OK, Json(entry.into()))),
-        Enqueued::Differs => Err(Refusal::new(
-            StatusCode::CONFLICT,
-            "DIFFERS",
-            format!("the key belongs to another message, {}; nothing was written", entry.id),
-        )
-        .with("id", entry.id)),
+        Enqueued::Differs => {
+            app.meters.conflict(&lane);
+            let what = format!("the key belongs to another message, {}; nothing was written", entry.id);
+            Err(Refusal::new(StatusCode::CONFLICT, "DIFFERS", what).with("id", entry.id))
+        }
     }
 }
 

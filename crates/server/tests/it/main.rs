@@ -14,6 +14,7 @@ mod outage;
 mod receiver;
 mod scratch;
 mod serve;
+mod telemetry;
 mod terminal;
 mod tls;
 mod worker;

@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex};
 pub struct Request {
     pub headers: Vec<(String, String)>,
     pub body: String,
+    /// The body as it came, for what is no text.
+    pub bytes: Vec<u8>,
 }
 
 impl Request {
@@ -58,7 +60,8 @@ fn serve(stream: TcpStream, log: &Mutex<Vec<Request>>, answer: &dyn Fn(&Request)
         }
         let mut body = vec![0; request.header("content-length").parse().unwrap_or(0)];
         reader.read_exact(&mut body).ok()?;
-        request.body = String::from_utf8(body).ok()?;
+        request.body = String::from_utf8_lossy(&body).into_owned();
+        request.bytes = body;
         log.lock().unwrap().push(request.clone());
         match answer(&request) {
             Some(status) => write!(reader.get_mut(), "HTTP/1.1 {status} Because\r\ncontent-length: 0\r\n\r\n").ok()?,

@@ -1,8 +1,9 @@
-//! TLS to PostgreSQL, with a server of our own whose certificate a private authority signed.
+//! TLS to PostgreSQL and to our own server, with certificates a private authority signed; HTTP/2 over it.
 
 use proving::servers::Postgres;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
+use crate::api::Server;
 use crate::home::Home;
 
 struct Authority {
@@ -50,4 +51,53 @@ fn postgres_is_asked_for_its_certificate_as_the_url_says() {
     migrate("localhost", "sslrootcert=empty.pem").refused(2, &["no certificate in it"]);
     migrate("localhost", "sslcert=ca.pem").refused(2, &["sslkey"]);
     migrate("localhost", "sslmode=perhaps").refused(2, &["is no PostgreSQL URL"]);
+}
+
+/// One request over TLS, as the protocol that was agreed on; its status, and which protocol it was.
+async fn ask(address: &str, authority: &Authority, protocols: &[&str]) -> (u16, Option<String>) {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(authority.issuer.der().clone()).unwrap();
+    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let mut config = config.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = protocols.iter().map(|p| p.as_bytes().to_vec()).collect();
+    let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let name = "localhost".try_into().unwrap();
+    let stream = tokio_rustls::TlsConnector::from(std::sync::Arc::new(config)).connect(name, stream).await.unwrap();
+    let agreed = stream.get_ref().1.alpn_protocol().map(|p| String::from_utf8_lossy(p).into_owned());
+    let io = hyper_util::rt::TokioIo::new(stream);
+    let request = http::Request::get(format!("https://localhost:{}/livez", address.rsplit(':').next().unwrap()))
+        .header("host", address)
+        .body(http_body_util::Empty::<bytes::Bytes>::new())
+        .unwrap();
+    let status = if agreed.as_deref() == Some("h2") {
+        let executor = hyper_util::rt::TokioExecutor::new();
+        let (mut sender, connection) = hyper::client::conn::http2::handshake(executor, io).await.unwrap();
+        tokio::spawn(connection);
+        sender.send_request(request).await.unwrap().status()
+    } else {
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await.unwrap();
+        tokio::spawn(connection);
+        sender.send_request(request).await.unwrap().status()
+    };
+    (status.as_u16(), agreed)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn our_own_server_speaks_tls_and_both_versions_of_http() {
+    let authority = Authority::new();
+    let (certificate, key) = authority.sign();
+    let home = Home::sqlite();
+    home.write("cert.pem", &certificate).write("key.pem", &key);
+    home.write("postrider.toml", "[tls]\ncert = \"cert.pem\"\nkey = \"key.pem\"\n");
+    let server = Server::start(&home, &["--no-workers"]);
+    assert_eq!(ask(&server.address, &authority, &["h2", "http/1.1"]).await, (200, Some("h2".into())));
+    assert_eq!(ask(&server.address, &authority, &["http/1.1"]).await, (200, Some("http/1.1".into())));
+    assert_eq!(ask(&server.address, &authority, &[]).await, (200, None));
+    // Whoever speaks without it is not understood, and harms nobody.
+    let plain = server.raw(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n");
+    assert_eq!(plain.status, 0, "{plain:?}");
+    assert_eq!(ask(&server.address, &authority, &["h2"]).await.0, 200);
+    home.write("key.pem", "no key");
+    home.run(&["serve", "--listen", "127.0.0.1:0"]).refused(2, &["[tls] key = \"key.pem\"", "PEM"]);
 }

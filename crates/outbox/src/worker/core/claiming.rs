@@ -219,6 +219,7 @@ impl Core {
             target: message.target.clone(),
             twin: dedup.then(|| (message.target.clone(), message.sha())),
             first_twin: false,
+            began: now,
         };
         if let Some(verdict) = decide::burial(&message, lane.settings.budgets.max_crashes, db_now) {
             held.state = State::Settling;

@@ -24,6 +24,7 @@ impl Core {
                 continue;
             }
             held.state = State::Running;
+            held.began = now;
             lane.running += 1;
             if let Some(target) = &held.target {
                 *lane.by_target.entry(target.clone()).or_default() += 1;
@@ -61,7 +62,10 @@ impl Core {
         let lease = Lease { id, token: held.token };
         let before = Before { attempts: held.attempts, begun_now: begun && !held.maybe_sent };
         match decide::after_delivery(outcome, before, &lane.settings.budgets, chance) {
-            Decision::Settle(verdict) => lane.add_verdict(Settlement::new(lease, verdict), now),
+            Decision::Settle(verdict) => {
+                let took = Some(now.since(held.began));
+                lane.add_verdict(Settlement { took, ..Settlement::new(lease, verdict) }, now)
+            }
             Decision::Defer { delay, code } => lane.give_back.push((lease, delay, Some(code))),
         }
     }

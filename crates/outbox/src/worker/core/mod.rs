@@ -51,6 +51,8 @@ pub struct LaneSettings {
     pub budgets: Budgets,
     pub dedup: bool,
     pub send_begun: bool,
+    /// What the courier is called, in logs.
+    pub adapter: String,
 }
 
 impl LaneSettings {
@@ -66,6 +68,7 @@ impl LaneSettings {
             budgets: Budgets::default(),
             dedup: false,
             send_begun: false,
+            adapter: String::new(),
         }
     }
 
@@ -223,6 +226,8 @@ struct Held {
     twin: Option<Twin>,
     /// It stands for its twins: they wait until it is settled.
     first_twin: bool,
+    /// When its delivery began.
+    began: Tick,
 }
 
 #[derive(Debug, Default)]

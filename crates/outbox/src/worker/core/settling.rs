@@ -232,18 +232,41 @@ impl Lane {
             Verdict::Dead { code, counted, .. } => (*counted, Some(code.as_str())),
         };
         let attempt = attempts + u32::from(counted);
-        observer.settled(&Told { lane, outbox_id: id, outcome, attempt, reason_code });
+        let took = entry.took;
+        observer.settled(&Told { lane, outbox_id: id, outcome, attempt, reason_code, took });
+        let (adapter, outcome_code) = (self.settings.adapter.as_str(), outcome.as_str());
+        let latency_ms = took.map(|took| took.as_secs_f64() * 1000.0);
         match (&entry.verdict, outcome) {
             (_, FlushCode::Conflict) => {
-                tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), "the lease was lost")
+                tracing::warn!(
+                    outbox_id = id,
+                    lane,
+                    adapter,
+                    outcome = outcome_code,
+                    status = "conflict",
+                    attempts = attempt,
+                    latency_ms,
+                    "the lease was lost"
+                )
             }
             (Verdict::Retry { code, delay, .. }, _) => {
-                tracing::info!(outbox_id = id, lane, outcome = outcome.as_str(), reason_code = %code, delay_sec = delay.as_secs_f64(), "will be tried again");
+                tracing::info!(outbox_id = id, lane, adapter, outcome = outcome_code, status = "pending", attempts = attempt, reason_code = %code, latency_ms, delay_sec = delay.as_secs_f64(), "will be tried again");
             }
             (Verdict::Dead { code, .. }, _) => {
-                tracing::warn!(outbox_id = id, lane, outcome = outcome.as_str(), reason_code = %code, "dead");
+                tracing::warn!(outbox_id = id, lane, adapter, outcome = outcome_code, status = "dead", attempts = attempt, reason_code = %code, latency_ms, "dead");
             }
-            _ => tracing::debug!(outbox_id = id, lane, outcome = outcome.as_str(), "sent"),
+            _ => {
+                tracing::debug!(
+                    outbox_id = id,
+                    lane,
+                    adapter,
+                    outcome = outcome_code,
+                    status = "sent",
+                    attempts = attempt,
+                    latency_ms,
+                    "sent"
+                )
+            }
         }
     }
 }

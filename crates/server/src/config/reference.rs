@@ -1,0 +1,201 @@
+//! The reference page of `postrider.toml`, printed by `postrider config reference`. A test holds it against what the
+//! parser really knows, another holds `docs/configuration.md` against it.
+
+/// One section of the file.
+pub struct Section {
+    pub name: &'static str,
+    pub about: &'static str,
+    pub keys: &'static [Key],
+}
+
+/// One key: its name, what it is when left out, and what it means.
+pub struct Key(pub &'static str, pub &'static str, pub &'static str);
+
+const SECTIONS: &[Section] = &[
+    Section {
+        name: "",
+        about: "At the top of the file, before any section.",
+        keys: &[
+            Key(
+                "database",
+                "`\"sqlite://postrider.db\"`",
+                "`sqlite://FILE`, `postgres://…` or `mysql://…`; may be a reference. `--database`, `POSTRIDER_DATABASE` and, where nothing else says, `POSTGRES_DSN` too.",
+            ),
+            Key("listen", "`\"127.0.0.1:8787\"`", "Where `serve` listens. Beyond loopback tokens are needed."),
+        ],
+    },
+    Section {
+        name: "outbox",
+        about: "For all lanes. A lane's own section wins, `OUTBOX_*` in the environment wins over both.",
+        keys: &[
+            Key("enabled", "`true`", "`false`: nothing is claimed; messages are still taken in. `OUTBOX_ENABLED`."),
+            Key("concurrency", "`64`", "Deliveries at a time, per lane and process. `OUTBOX_CONCURRENCY`."),
+            Key("batch", "`256`", "Messages per claim. `OUTBOX_BATCH`."),
+            Key("poll_interval_sec", "`0.5`", "How often an idle worker looks. `OUTBOX_POLL_INTERVAL_SEC`."),
+            Key(
+                "lock_lease_sec",
+                "`60`",
+                "How long a message is held before others may take it over; renewed at a third. `OUTBOX_LOCK_LEASE_SEC`.",
+            ),
+            Key("max_attempts", "`8`", "Outcomes before a message is dead. `OUTBOX_MAX_ATTEMPTS`."),
+            Key(
+                "max_crashes",
+                "`5`",
+                "Workers a message may take with it before it is buried as `POISON`. `OUTBOX_MAX_CRASHES`.",
+            ),
+            Key(
+                "backoff",
+                "exponential",
+                "`{ kind = \"exponential\", base_sec = 60, max_sec = 3600, jitter = 0.3 }`, `{ kind = \"table\", sec = [5, 10] }` or `{ kind = \"doubling\", base_sec = 30 }`.",
+            ),
+            Key("backoff_sec", "", "`[5, 10, 20]`: a table, shorter to write. `OUTBOX_BACKOFF_SEC=5,10,20`."),
+            Key("drain_timeout_sec", "`20`", "How long a shutdown may take. `OUTBOX_DRAIN_TIMEOUT_SEC`."),
+        ],
+    },
+    Section {
+        name: "lane.NAME",
+        about: "A lane of your own. `concurrency` to `backoff_sec` as in `[outbox]`.",
+        keys: &[
+            Key("courier", "needed", "`\"http\"`, `\"log\"` (prints) or `\"noop\"` (throws away)."),
+            Key("url", "needed for http", "Where payloads are posted."),
+            Key("timeout_ms", "`2500`", "For one delivery over HTTP, from DNS to the last byte."),
+            Key(
+                "headers",
+                "",
+                "`{ Name = \"value\" }` for every request. What looks like a credential must be a reference.",
+            ),
+            Key("show_payload", "`false`", "For `log`: print the payload too."),
+            Key("concurrency", "`64`", "As in `[outbox]`."),
+            Key("batch", "`256`", "As in `[outbox]`."),
+            Key("poll_interval_sec", "`0.5`", "As in `[outbox]`."),
+            Key("lock_lease_sec", "`60`", "As in `[outbox]`."),
+            Key("max_attempts", "`8`", "As in `[outbox]`."),
+            Key("max_crashes", "`5`", "As in `[outbox]`."),
+            Key("backoff", "exponential", "As in `[outbox]`."),
+            Key("backoff_sec", "", "As in `[outbox]`."),
+            Key("shards", "`1`", "Parts of the lane that are claimed apart. Not to be changed while messages wait."),
+            Key("dedup", "`false`", "The same target and payload again, within `retention`, is not sent again."),
+            Key("audit", "`false`", "A `write_audit` row for every outcome. It costs a write."),
+            Key("retention", "`\"7d\"`", "How long ended messages are kept; `\"0\"` keeps none that were sent."),
+            Key("key_ttl", "`\"7d\"`", "How long idempotency keys are remembered."),
+            Key("max_age", "of `[alerts]`", "An alert is raised when the oldest due message is older; `\"0\"`: never."),
+            Key("max_payload_bytes", "`1048576`", "Larger ones are refused."),
+        ],
+    },
+    Section {
+        name: "auth",
+        about: "Who may use the API.",
+        keys: &[Key(
+            "mode",
+            "`\"auto\"`",
+            "`auto`: tokens beyond loopback; `always`: everywhere. Make one with `postrider token create`.",
+        )],
+    },
+    Section {
+        name: "tls",
+        about: "HTTPS for `serve`, where it is configured.",
+        keys: &[
+            Key("cert", "needed", "A PEM file with the certificate and its chain."),
+            Key("key", "needed", "A PEM file with its private key."),
+        ],
+    },
+    Section {
+        name: "telemetry",
+        about: "What is told about the work.",
+        keys: &[
+            Key("log", "`\"text\"`", "`text` or `json`, to standard error. `--log`; `RUST_LOG` chooses how much."),
+            Key(
+                "otlp_endpoint",
+                "",
+                "An OpenTelemetry collector for traces over HTTP, like `\"http://127.0.0.1:4318\"`. `OTEL_EXPORTER_OTLP_ENDPOINT`; headers from `OTEL_EXPORTER_OTLP_HEADERS`.",
+            ),
+        ],
+    },
+    Section {
+        name: "alerts",
+        about: "Where troubles are told: dead messages, lanes that wait too long. Sent through the lane `alerts`, so they survive what a message survives.",
+        keys: &[
+            Key(
+                "url",
+                "needed",
+                "Alerts are posted here as JSON; may be a reference. Chat programs show their `text`.",
+            ),
+            Key("headers", "", "As of a lane."),
+            Key("every", "`\"5m\"`", "The same trouble is told at most once in this time."),
+            Key("max_age", "`\"15m\"`", "A lane whose oldest due message is older is in trouble; `\"0\"`: never."),
+        ],
+    },
+];
+
+const HEAD: &str = "<!-- Printed by `postrider config reference`; edit crates/server/src/config/reference.rs. -->
+# Configuration
+
+`postrider.toml` in the working directory, or the file named with `--config`. Everything may be left out: without a file
+there is an embedded database and a lane `log` that prints. What is wrong is refused before anything starts, with the line
+and what to write instead: `postrider config check`. What is in force: `postrider config print`.
+
+Secrets are never written here but where they are kept: `\"env:NAME\"`, `\"file:PATH\"`, or `\"exec:COMMAND\"` (a secrets
+manager's own client). Durations have a unit: `\"500ms\"`, `\"5s\"`, `\"10m\"`, `\"2h\"`, `\"7d\"`.
+
+A setting is taken from the last of these that has it: the lane's default, `[outbox]`, `[lane.NAME]`, the environment.
+";
+
+/// The page, as Markdown.
+pub fn page() -> String {
+    let mut page = HEAD.to_owned();
+    for section in SECTIONS {
+        let title = if section.name.is_empty() { "The top".to_owned() } else { format!("`[{}]`", section.name) };
+        page.push_str(&format!(
+            "\n## {title}\n\n{}\n\n| key | when left out | meaning |\n| --- | --- | --- |\n",
+            section.about
+        ));
+        for Key(name, usual, meaning) in section.keys {
+            page.push_str(&format!("| `{name}` | {usual} | {} |\n", meaning.replace('|', "\\|")));
+        }
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn it_names_exactly_the_keys_the_parser_knows() {
+        let sections: BTreeSet<&str> = SECTIONS.iter().map(|s| s.name.split('.').next().unwrap_or_default()).collect();
+        for section in SECTIONS {
+            let head = if section.name.is_empty() {
+                String::new()
+            } else {
+                format!("[{}]\n", section.name.replace("NAME", "x"))
+            };
+            let refused = super::super::read(Path::new("f"), &format!("{head}zzzzzz = 1\n"), |_| None);
+            let words = refused.expect_err("an unknown key").message().to_owned();
+            let known = words.split_once("known here: ").unwrap_or_else(|| panic!("{words}")).1;
+            let known: BTreeSet<&str> = known
+                .split(", ")
+                .filter(|key| {
+                    // At the top the parser also knows the sections; those of parts to come are not for this page.
+                    !section.name.is_empty() || !(sections.contains(key) || LATER.contains(key))
+                })
+                .collect();
+            let told: BTreeSet<&str> = section.keys.iter().map(|key| key.0).collect();
+            assert_eq!(told, known, "[{}]", section.name);
+        }
+    }
+
+    const LATER: [&str; 7] = ["webhooks", "orders", "memory", "gate", "secrets", "store", "verify"];
+
+    #[test]
+    fn the_documentation_is_this_page() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        assert!(
+            text == page(),
+            "docs/configuration.md is out of date: postrider config reference > docs/configuration.md"
+        );
+    }
+}

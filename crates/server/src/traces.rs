@@ -1,0 +1,206 @@
+//! Traces over OTLP: `outbox.process` from the first byte to the recorded outcome, and in it `broker.send`, the delivery
+//! itself. Both continue the trace of whoever enqueued the message, and the destination continues ours.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_rustls::HttpsConnector;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use opentelemetry::propagation::TextMapPropagator;
+use opentelemetry::trace::{SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
+use opentelemetry::{Context, KeyValue};
+use opentelemetry_http::{HttpClient, HttpError};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
+use postrider::observe::{Observer, Told};
+use postrider::outcome::FlushCode;
+use postrider::{Begin, Courier, Message, Outcome};
+use tokio::runtime::Handle;
+
+use crate::failure::{Failure, Result};
+
+/// The collector must answer within this time, and the last spans must be out within it at the end.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Where spans of this process are made, and those that wait for their outcome to be recorded.
+pub struct Traces {
+    provider: SdkTracerProvider,
+    tracer: SdkTracer,
+    open: Mutex<HashMap<i64, Context>>,
+}
+
+impl Traces {
+    /// Sends to an OTLP collector, like `http://127.0.0.1:4318`.
+    pub fn start(endpoint: &str) -> Result<Arc<Self>> {
+        let wrong = |e: &dyn std::fmt::Display| {
+            Failure::usage(format!(
+                "[telemetry] otlp_endpoint cannot be used: {e}; write a collector's address, like \"http://127.0.0.1:4318\""
+            ))
+        };
+        let mut url = url::Url::parse(endpoint).map_err(|e| wrong(&e))?;
+        if !matches!(url.scheme(), "http" | "https") {
+            return Err(wrong(&"it must begin with http:// or https://"));
+        }
+        if matches!(url.path(), "" | "/") {
+            url.set_path("/v1/traces");
+        }
+        let exporter = SpanExporter::builder().with_http().with_http_client(Collector::new()).with_timeout(PATIENCE);
+        let exporter = exporter.with_endpoint(url.to_string()).build().map_err(|e| wrong(&e))?;
+        let resource = Resource::builder().with_service_name("postrider").build();
+        let provider = SdkTracerProvider::builder().with_resource(resource).with_batch_exporter(exporter).build();
+        Ok(Arc::new(Traces { tracer: provider.tracer("postrider"), provider, open: Mutex::default() }))
+    }
+
+    /// Sends what is left.
+    pub async fn end(self: Arc<Self>) {
+        let ended = tokio::task::spawn_blocking(move || self.provider.shutdown_with_timeout(PATIENCE));
+        if let Ok(Err(error)) = ended.await {
+            tracing::warn!(%error, "the last traces were not sent");
+        }
+    }
+
+    /// The same courier, traced.
+    pub fn around(self: &Arc<Self>, courier: Arc<dyn Courier>) -> Arc<dyn Courier> {
+        Arc::new(Traced { courier, traces: self.clone() })
+    }
+
+    fn open(&self) -> std::sync::MutexGuard<'_, HashMap<i64, Context>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins both spans; answers the delivery's and the message as the destination shall see it.
+    fn begin(&self, message: &Message, adapter: &str) -> (Context, Message) {
+        let carrier: HashMap<String, String> =
+            message.headers.iter().map(|(name, value)| (name.to_ascii_lowercase(), value.clone())).collect();
+        let propagator = TraceContextPropagator::new();
+        let enqueuer = propagator.extract_with_context(&Context::new(), &carrier);
+        let process = self
+            .tracer
+            .span_builder("outbox.process")
+            .with_kind(SpanKind::Consumer)
+            .with_attributes([
+                KeyValue::new("outbox.lane", message.lane.to_string()),
+                KeyValue::new("outbox.id", message.id),
+                KeyValue::new("outbox.attempts", i64::from(message.attempts)),
+            ])
+            .start_with_context(&self.tracer, &enqueuer);
+        let process = enqueuer.with_span(process);
+        let send = self
+            .tracer
+            .span_builder("broker.send")
+            .with_kind(SpanKind::Client)
+            .with_attributes([KeyValue::new("adapter", adapter.to_owned())])
+            .start_with_context(&self.tracer, &process);
+        let send = process.with_span(send);
+        // An earlier attempt of the same message whose outcome nobody told ends here.
+        self.open().insert(message.id, process);
+        let mut headers = HashMap::new();
+        propagator.inject_context(&send, &mut headers);
+        let mut message = message.clone();
+        message.headers.retain(|(name, _)| !headers.contains_key(&name.to_ascii_lowercase()));
+        message.headers.extend(headers.into_iter().filter(|(_, value)| !value.is_empty()));
+        (send, message)
+    }
+
+    fn sent(&self, id: i64, send: &Context, outcome: &Outcome) {
+        let span = send.span();
+        match outcome {
+            Outcome::Sent { .. } => {}
+            Outcome::Retry { fault, .. } | Outcome::Dead(fault) => {
+                span.set_attribute(KeyValue::new("reason_code", fault.code.to_string()));
+                span.set_status(Status::error(fault.code.to_string()));
+            }
+            Outcome::Defer { code, .. } => span.set_attribute(KeyValue::new("reason_code", code.to_string())),
+        }
+        span.end();
+        // What is only deferred has no outcome to wait for.
+        if matches!(outcome, Outcome::Defer { .. }) {
+            self.open().remove(&id);
+        }
+    }
+}
+
+impl Observer for Traces {
+    fn settled(&self, told: &Told<'_>) {
+        let Some(process) = self.open().remove(&told.outbox_id) else { return };
+        let span = process.span();
+        span.set_attribute(KeyValue::new("outcome", told.outcome.as_str()));
+        if let Some(reason) = told.reason_code {
+            span.set_attribute(KeyValue::new("reason_code", reason.to_owned()));
+        }
+        if matches!(told.outcome, FlushCode::Dead | FlushCode::Conflict) {
+            span.set_status(Status::error(told.outcome.as_str()));
+        }
+        span.end();
+    }
+}
+
+struct Traced {
+    courier: Arc<dyn Courier>,
+    traces: Arc<Traces>,
+}
+
+#[async_trait]
+impl Courier for Traced {
+    fn name(&self) -> &str {
+        self.courier.name()
+    }
+
+    async fn deliver(&self, message: &Message) -> Outcome {
+        let (send, message) = self.traces.begin(message, self.name());
+        let outcome = self.courier.deliver(&message).await;
+        self.traces.sent(message.id, &send, &outcome);
+        outcome
+    }
+
+    async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
+        let (send, message) = self.traces.begin(message, self.name());
+        let outcome = self.courier.deliver_begun(&message, begin).await;
+        self.traces.sent(message.id, &send, &outcome);
+        outcome
+    }
+}
+
+/// The way to the collector. The exporter runs on a thread of its own without a runtime; requests are made on ours.
+struct Collector {
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    runtime: Handle,
+}
+
+impl Collector {
+    fn new() -> Self {
+        let https = hyper_rustls::HttpsConnectorBuilder::new()
+            .with_provider_and_webpki_roots(rustls::crypto::ring::default_provider())
+            .map(|builder| builder.https_or_http().enable_http1().build());
+        let https = https.unwrap_or_else(|_| unreachable!("ring supports the default TLS versions"));
+        Collector { client: Client::builder(TokioExecutor::new()).build(https), runtime: Handle::current() }
+    }
+}
+
+impl std::fmt::Debug for Collector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Collector")
+    }
+}
+
+#[async_trait]
+impl HttpClient for Collector {
+    async fn send_bytes(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>, HttpError> {
+        let client = self.client.clone();
+        let exchange = async move {
+            let answer = client.request(request.map(Full::new)).await?;
+            let (head, body) = answer.into_parts();
+            let body = Limited::new(body, 1 << 20).collect().await?.to_bytes();
+            Ok::<_, HttpError>(http::Response::from_parts(head, body))
+        };
+        self.runtime.spawn(async move { tokio::time::timeout(PATIENCE, exchange).await? }).await?
+    }
+}
