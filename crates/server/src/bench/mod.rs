@@ -149,7 +149,7 @@ fn rate(messages: usize, took: Duration) -> f64 {
 }
 
 /// How often what is compared is measured, in turns.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 fn median(rates: &mut [f64]) -> f64 {
     rates.sort_by(f64::total_cmp);
