@@ -22,11 +22,12 @@ api: ## Let Schemathesis (from PyPI) try the API against its own description
 	scripts/check-api.sh
 
 .PHONY: lint
-lint: $(DENY) ## Check format, clippy and the dependencies' licences and sources
+lint: $(DENY) ## Check format, clippy, the dependencies' licences and sources, and the alert rules
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
 	cargo clippy --locked -p postrider --no-default-features -- -D warnings
 	$(DENY) --locked check licenses bans sources
+	scripts/check-rules.sh
 
 .PHONY: bench
 bench: ## Measure all three databases; figures go to target/bench/

@@ -209,3 +209,57 @@ impl Observer for Meters {
 
 /// Meters that several workers and the API share.
 pub type Shared = Arc<Meters>;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    /// Words that look like a metric of ours.
+    fn metrics_in(text: &str) -> BTreeSet<String> {
+        let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        // Outcome codes look the same, and so does a field of the log.
+        let ours = |word: &&str| {
+            (word.starts_with("outbox_") || word.starts_with("idempo"))
+                && !word.starts_with("outbox_flush_")
+                && *word != "outbox_id"
+        };
+        words.filter(ours).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn dashboard_rules_and_documentation_name_metrics_that_exist() {
+        let mut page = String::new();
+        // A family is told from its first number on.
+        let meters = Meters::new();
+        meters.claimed("l", 1, 1);
+        let outcome = postrider::outcome::FlushCode::Retry;
+        meters.settled(&Told { lane: "l", outbox_id: 1, outcome, attempt: 1, reason_code: None, took: None });
+        meters.took("l", Phase::Send, Duration::ZERO);
+        meters.standing("l", Standing::default());
+        meters.conflict("l");
+        let (pool, dead_tuples) = (Some(Default::default()), vec![("outbox".to_owned(), 1)]);
+        meters.show(&Vitals { pool, dead_tuples, ..Vitals::default() });
+        meters.depth.get_or_create(&Depth { lane: "l".to_owned(), status: State::Pending }).set(1);
+        meters.oldest.get_or_create(&lane("l")).set(1.0);
+        meters.paused.get_or_create(&lane("l")).set(1);
+        encode(&mut page, &meters.registry).unwrap();
+        let known: Vec<&str> =
+            page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+        assert!(known.len() > 12, "{page}");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        for file in ["deploy/grafana/postrider.json", "deploy/prometheus/postrider.rules.yml", "docs/operating.md"] {
+            let text = std::fs::read_to_string(root.join(file)).unwrap();
+            let named = metrics_in(&text);
+            assert!(named.len() > 5, "{file} names few metrics: {named:?}");
+            for name in named {
+                let base = ["_total", "_bucket", "_count", "_sum"]
+                    .iter()
+                    .fold(name.as_str(), |n, end| n.strip_suffix(end).unwrap_or(n));
+                assert!(known.contains(&base), "{file} names {name}, which does not exist: {known:?}");
+            }
+        }
+    }
+}
