@@ -2,6 +2,7 @@
 //! not for pages of other sites.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -53,8 +54,17 @@ pub async fn require(app: Arc<App>, scope: Scope, mut request: Request, next: Ne
             request.extensions_mut().insert(caller);
             next.run(request).await
         }
-        Err(refusal) => refusal.into_response(),
+        Err(refusal) => {
+            hear_out(request).await;
+            refusal.into_response()
+        }
     }
+}
+
+/// Reads a small body to its end: a connection closed while the client still writes may lose it our answer.
+async fn hear_out(request: Request) {
+    let body = axum::body::to_bytes(request.into_body(), 64 << 10);
+    let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }
 
 async fn caller(app: &App, headers: &HeaderMap) -> Result<Caller, Refusal> {
