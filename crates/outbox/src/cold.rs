@@ -7,6 +7,7 @@ use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
 use crate::message::{Sha, cut_code, hex};
+use crate::permit::{permit, withdraw_permit};
 use crate::settle::{by_id, for_update, in_ids};
 use crate::store::{Attempt, Filter, LaneStats, Prune, Pruned, Requeued, Shown, Status};
 use crate::time::{Timestamp, micros_of};
@@ -163,25 +164,6 @@ pub(crate) async fn seize(
         tx.execute(&sql, &params).await?;
     }
     Ok(leases)
-}
-
-/// Allows this transaction to delete from `outbox_done`.
-async fn permit(tx: &mut (dyn Tx + Send), what: &str) -> Result<()> {
-    match tx.dialect() {
-        Dialect::Sqlite => {
-            tx.execute("INSERT OR IGNORE INTO postrider_permit VALUES (?)", &[what.into()]).await.map(drop)
-        }
-        Dialect::Postgres => tx.query("SELECT set_config('postrider.permit', ?, TRUE)", &[what.into()]).await.map(drop),
-        Dialect::Mysql => tx.execute("SET @postrider_permit = ?", &[what.into()]).await.map(drop),
-    }
-}
-
-async fn withdraw_permit(tx: &mut (dyn Tx + Send)) -> Result<()> {
-    match tx.dialect() {
-        Dialect::Sqlite => tx.execute("DELETE FROM postrider_permit", &[]).await.map(drop),
-        Dialect::Postgres => tx.query("SELECT set_config('postrider.permit', '', TRUE)", &[]).await.map(drop),
-        Dialect::Mysql => tx.execute("SET @postrider_permit = NULL", &[]).await.map(drop),
-    }
 }
 
 const BACK: &str = "id, lane, shard_id, lease_token, maybe_sent, target, active_key, payload, content_type, headers, payload_sha, \

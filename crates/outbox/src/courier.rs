@@ -20,6 +20,10 @@ use crate::outcome::{Outcome, code};
 pub trait Courier: Send + Sync + 'static {
     async fn deliver(&self, message: &Message) -> Outcome;
 
+    /// What it answered for this message is recorded, or lost: it may forget what it kept of it for
+    /// [`OnSettled`](crate::OnSettled).
+    fn settled(&self, _id: i64) {}
+
     /// What it is called in logs and traces.
     fn name(&self) -> &str {
         "courier"

@@ -66,6 +66,7 @@ pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewM
     } else {
         keyed.sort_by_key(|&i| name(i));
         one_by_one.extend(enqueue_new_keys(tx, &prepared, &keyed, &mut answers).await?);
+        one_by_one = enqueue_new_active_keys(tx, &prepared, one_by_one, &mut answers).await?;
     }
     one_by_one.sort_by_key(|&i| (&messages[i].lane, &messages[i].key, i));
     for i in one_by_one {
@@ -162,6 +163,62 @@ async fn enqueue_new_keys<T: Tx + ?Sized>(
     }
     let done: HashSet<usize> = indexes.into_iter().collect();
     Ok(keyed.iter().copied().filter(|i| !done.contains(i)).collect())
+}
+
+/// Enqueues those that have an active key nobody has, and no other key; answers with the rest.
+async fn enqueue_new_active_keys<T: Tx + ?Sized>(
+    tx: &mut T,
+    prepared: &[Prepared<'_>],
+    indexes: Vec<usize>,
+    answers: &mut [Option<Entry>],
+) -> Result<Vec<usize>> {
+    let name = |i: usize| (prepared[i].message.lane.as_str(), prepared[i].message.active_key.as_deref());
+    let mut names = HashSet::new();
+    // Of one lane, so that an active key names one of them.
+    let lane = indexes.first().map(|&i| prepared[i].message.lane.as_str());
+    let fits = |message: &NewMessage| {
+        message.key.is_none() && message.active_key.is_some() && Some(message.lane.as_str()) == lane
+    };
+    let (mut new, mut rest): (Vec<usize>, Vec<usize>) =
+        indexes.into_iter().partition(|&i| fits(prepared[i].message) && names.insert(name(i)));
+    if new.len() < 2 {
+        rest.append(&mut new);
+        return Ok(rest);
+    }
+    new.sort_by_key(|&i| name(i)); // two batches cannot deadlock
+    for part in new.chunks(CHUNK_ROWS) {
+        let rows: Vec<&Prepared<'_>> = part.iter().map(|&i| &prepared[i]).collect();
+        let ids = match tx.dialect() {
+            Dialect::Mysql => insert_unless_active_mysql(tx, &rows).await?,
+            _ => insert_rows_postgres(tx, &rows, &[], true).await?,
+        };
+        let ids: HashMap<String, i64> = ids.into_iter().filter_map(|(id, key)| Some((key?, id))).collect();
+        for &i in part {
+            match ids.get(prepared[i].message.active_key.as_deref().unwrap_or_default()) {
+                Some(&id) => answers[i] = Some(Entry { id, outcome: Enqueued::Created }),
+                None => rest.push(i),
+            }
+        }
+    }
+    Ok(rest)
+}
+
+/// Inserts the rows whose active key is free; answers their ids and active keys.
+async fn insert_unless_active_mysql<T: Tx + ?Sized>(
+    tx: &mut T,
+    rows: &[&Prepared<'_>],
+) -> Result<Vec<(i64, Option<String>)>> {
+    let (sql, params) = insert_rows_mysql(tx, rows);
+    let inserted = tx.execute(&sql.replacen("INSERT INTO", "INSERT IGNORE INTO", 1), &params).await?;
+    if inserted == 0 {
+        return Ok(vec![]);
+    }
+    // All ids of one statement are set aside at its beginning: what lies among them is ours.
+    let (first, step) = last_insert_id(tx).await?;
+    let last = first + (rows.len() as i64 - 1) * step;
+    let sql = "SELECT active_key, id FROM outbox WHERE id BETWEEN ? AND ?";
+    let found = tx.query(sql, &[first.into(), last.into()]).await?;
+    found.iter().map(|row| Ok((row.int(1)?, row.opt_text(0)?))).collect()
 }
 
 fn digest(p: &Prepared<'_>) -> Sha {
@@ -475,7 +532,12 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
             let (first, step) = last_insert_id(tx).await?;
             Ok((0..inserted as i64).map(|n| first + n * step).collect())
         }
-        Dialect::Postgres => insert_rows_postgres(tx, rows, ids).await,
+        Dialect::Postgres => {
+            let new = insert_rows_postgres(tx, rows, ids, false).await?;
+            let mut new: Vec<i64> = new.into_iter().map(|row| row.0).collect();
+            new.sort_unstable();
+            Ok(if ids.is_empty() { new } else { ids.to_vec() })
+        }
     }
 }
 
@@ -507,8 +569,14 @@ fn insert_rows_mysql<T: Tx + ?Sized>(tx: &T, rows: &[&Prepared<'_>]) -> (String,
     (format!("INSERT INTO outbox ({}, created_at, updated_at, due_at) VALUES {values}", names.join(", ")), params)
 }
 
-/// One statement over arrays; a column that is the same in every row is bound once.
-async fn insert_rows_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[i64]) -> Result<Vec<i64>> {
+/// One statement over arrays; a column that is the same in every row is bound once. Answers ids, and active keys
+/// where it is to leave out those whose active key is taken.
+async fn insert_rows_postgres<T: Tx + ?Sized>(
+    tx: &mut T,
+    rows: &[&Prepared<'_>],
+    ids: &[i64],
+    unless_active: bool,
+) -> Result<Vec<(i64, Option<String>)>> {
     let crate::tx::Now::Expression(now) = tx.now() else { return Err(Error::database("no clock")) };
     let columns = used_columns(rows);
     let (mut names, mut chosen, mut arrays, mut sources) = (vec!["id"], vec![], vec![], vec![]);
@@ -542,18 +610,21 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>]
         arrays.push(format!("${}::bigint[]", params.len()));
         sources.push("given");
     }
+    let tail = match unless_active {
+        true => "ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING RETURNING id, active_key",
+        false => "RETURNING id",
+    };
     let sql = format!(
         "INSERT INTO outbox ({}, created_at, updated_at, due_at)
-         SELECT {}, {now}, {now}, {now} + {due} * INTERVAL '1 microsecond' FROM unnest({}) AS t({}) RETURNING id",
+         SELECT {}, {now}, {now}, {now} + {due} * INTERVAL '1 microsecond' FROM unnest({}) AS t({}) {tail}",
         names.join(", "),
         chosen.join(", "),
         arrays.join(", "),
         sources.join(", ")
     );
     let answer = tx.query(&sql, &params).await?;
-    let mut new = answer.iter().map(|row| row.int(0)).collect::<Result<Vec<i64>>>()?;
-    new.sort_unstable();
-    Ok(if ids.is_empty() { new } else { ids.to_vec() })
+    let active_key = |row: &Row| if unless_active { row.opt_text(1) } else { Ok(None) };
+    answer.iter().map(|row| Ok((row.int(0)?, active_key(row)?))).collect()
 }
 
 /// One column of all rows.

@@ -33,6 +33,8 @@ pub struct LaneRules {
     /// Couriers of this lane commit [`crate::Begin`] before their first byte, so a worker that died without having done so
     /// has sent nothing. It costs a transaction per delivery.
     pub send_begun: bool,
+    /// `false`: the peer keeps what has ended itself; nothing of this lane goes to `outbox_done` or `outbox_attempts`.
+    pub history: bool,
 }
 
 impl Default for LaneRules {
@@ -47,6 +49,7 @@ impl Default for LaneRules {
             on_settled: None,
             owned_by: None,
             send_begun: false,
+            history: true,
         }
     }
 }

@@ -20,6 +20,7 @@ pub mod lease;
 pub mod message;
 pub mod observe;
 pub mod outcome;
+pub mod permit;
 pub mod store;
 pub mod stores;
 pub mod time;

@@ -88,7 +88,9 @@ pub(crate) async fn settle(
     }
     record_retries(tx, &won).await?;
     record_ends(tx, rules, &won).await?;
-    record_attempts(tx, owner, &winners).await?;
+    if rules.history {
+        record_attempts(tx, owner, &winners).await?;
+    }
     if rules.dedup {
         remember_content(tx, &won).await?;
     }
@@ -175,7 +177,7 @@ async fn record_retries(tx: &mut (dyn Tx + Send), won: &[&Settlement]) -> Result
 
 /// Moves what has ended. `sent` rows without a reference go together, the rest one by one: each has its own words.
 async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settlement]) -> Result<()> {
-    let keep_sent = !rules.retention.is_zero();
+    let keep_sent = rules.history && !rules.retention.is_zero();
     let is_bare_sent = |e: &&&Settlement| matches!(e.verdict, Verdict::Sent { result_ref: None, .. });
     let bare: Vec<i64> = won.iter().filter(is_bare_sent).map(|e| e.lease.id).collect();
     if keep_sent && !bare.is_empty() {
@@ -193,7 +195,7 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
                 insert_done(tx, &id, "sent", words, "attempts", "last_error_code, last_error", "maybe_sent", &[])
                     .await?
             }
-            Verdict::Dead { code, error, certainty, counted } => {
+            Verdict::Dead { code, error, certainty, counted } if rules.history => {
                 let words = [cut_code(code).into(), cut_error(error).into()];
                 let attempts = if *counted { "attempts + 1" } else { "attempts" };
                 let errors = if tx.dialect() == Dialect::Postgres { "?::text, ?::text" } else { "?, ?" };
@@ -206,7 +208,8 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
     }
     let ended: Vec<i64> = won.iter().filter(|e| e.verdict.ends()).map(|e| e.lease.id).collect();
     let sent = won.iter().filter(|e| matches!(e.verdict, Verdict::Sent { .. })).map(|e| e.lease.id);
-    forget_attempts(tx, rules, sent.collect()).await?;
+    let forgotten = if rules.history { sent.collect() } else { ended.clone() };
+    forget_attempts(tx, rules, forgotten).await?;
     if !ended.is_empty() {
         let mut params = Vec::new();
         let list = in_ids(tx.dialect(), &ended, &mut params);
@@ -220,7 +223,7 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
 
 /// A lane that keeps nothing of what was sent keeps no history of it either.
 async fn forget_attempts(tx: &mut (dyn Tx + Send), rules: &LaneRules, ids: Vec<i64>) -> Result<()> {
-    if !rules.retention.is_zero() || ids.is_empty() {
+    if (rules.history && !rules.retention.is_zero()) || ids.is_empty() {
         return Ok(());
     }
     let mut params = Vec::new();
@@ -325,7 +328,11 @@ async fn judge_again(tx: &mut (dyn Tx + Send), rules: &LaneRules, entry: &Settle
     if !tx.query(proof, &lease).await?.is_empty() {
         return Ok(Settled::Applied);
     }
-    let leaves_no_trace = matches!(entry.verdict, Verdict::Sent { .. }) && rules.retention.is_zero();
+    let leaves_no_trace = match entry.verdict {
+        Verdict::Sent { .. } => !rules.history || rules.retention.is_zero(),
+        Verdict::Dead { .. } => !rules.history,
+        Verdict::Retry { .. } => false,
+    };
     let anywhere = "SELECT 1 FROM outbox WHERE id = ? UNION ALL SELECT 1 FROM outbox_done WHERE id = ?";
     if leaves_no_trace && tx.query(anywhere, &[entry.lease.id.into(), entry.lease.id.into()]).await?.is_empty() {
         return Ok(Settled::Unknown);

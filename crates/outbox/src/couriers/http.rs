@@ -1,47 +1,28 @@
-//! Delivers by HTTP POST: one request per attempt, one deadline from the name look-up to the last byte read.
-//!
-//! The destination is not trusted: of its answer at most [`MAX_HEAD_BYTES`] of headers and [`MAX_BODY_BYTES`] of body are
-//! read, nothing is decompressed, no redirect is followed, and nothing is sent twice without an outcome in between.
+//! Delivers by HTTP POST: one [exchange](super::exchange) per attempt, headers that say which message it is, and an outcome
+//! from the status.
 
-use std::error::Error as StdError;
-use std::io;
-use std::pin::pin;
-use std::time::{Duration, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
+use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri};
-use http_body_util::{BodyExt, Full};
-use hyper::body::Incoming;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{HttpConnector, capture_connection};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use http_body_util::Full;
 use rustls::pki_types::ServerName;
-use tokio::time::sleep;
 use url::Url;
 
-use crate::clock;
+use super::exchange::{Answer, Exchange, System, retry_after};
 use crate::courier::Courier;
 use crate::decide::{HttpClass, honours_retry_after, http_class};
 use crate::error::{Error, Result};
 use crate::message::Message;
 use crate::outcome::{Fault, Outcome, Reach};
-use crate::time::{Timestamp, micros_of};
 
-/// Most bytes of a response's status line and headers. How many headers: a hundred, hyper's own limit.
-pub const MAX_HEAD_BYTES: usize = 16 * 1024;
-/// Most bytes of a response's body; a longer one costs the connection.
-pub const MAX_BODY_BYTES: usize = 20_000;
 /// More headers than any message within its limits has; a header map that is full panics.
 const MAX_MESSAGE_HEADERS: usize = 4096;
 /// How many characters of a refusal's body go into the error.
 const EXCERPT_CHARS: usize = 200;
-/// How long a delivered message waits for its body to end, so that the connection can be used again.
-const DRAIN_GRACE: Duration = Duration::from_secs(1);
-/// Common servers close idle connections after five seconds; being first avoids a request written into a closing one.
-const IDLE: Duration = Duration::from_secs(4);
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 const MESSAGE_ID: HeaderName = HeaderName::from_static("postrider-message-id");
@@ -73,7 +54,7 @@ impl HttpSettings {
 
 /// Delivers by HTTP POST over a pool of kept-alive connections.
 pub struct Http {
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    exchange: Exchange,
     uri: Uri,
     /// Scheme, host and port: all that errors ever say of the URL, since paths and queries carry secrets too.
     origin: String,
@@ -101,7 +82,7 @@ impl Http {
         })?;
         let headers = lane_headers(&headers)?;
         Ok(Http {
-            client: client(timeout)?,
+            exchange: Exchange::new(Arc::new(System), timeout)?,
             uri,
             origin: url.origin().ascii_serialization(),
             timeout,
@@ -171,73 +152,20 @@ impl Courier for Http {
     }
 
     async fn deliver(&self, message: &Message) -> Outcome {
-        let mut request = match self.request(message) {
+        let request = match self.request(message) {
             Ok(request) => request,
             Err(e) => return Outcome::Dead(Fault::new("INVALID_HEADER", e.to_string(), Reach::NeverSent)),
         };
-        let connection = capture_connection(&mut request);
-        // A request is written only once it has a connection.
-        let reach = |cancelled: bool| match connection.connection_metadata().is_none() || cancelled {
-            true => Reach::NeverSent,
-            false => Reach::Unknown,
+        let (status, headers, body) = match self.exchange.post(request, self.timeout).await {
+            Answer::Answered { status, headers, body, .. } => (status, headers, body),
+            Answer::Unanswered { code, cause, reach, .. } => return self.unanswered(code, &cause, reach),
         };
-        let mut deadline = pin!(sleep(self.timeout));
-
-        // The answer is looked at first: a status that came in time counts, however late we look.
-        let answer = tokio::select! {
-            biased;
-            answer = self.client.request(request) => answer,
-            () = &mut deadline => {
-                return self.unanswered("TIMEOUT", &format!("the timeout is {:?}", self.timeout), reach(false));
-            }
-        };
-        let (head, body) = match answer {
-            Ok(response) => response.into_parts(),
-            Err(e) => {
-                let (code, cancelled) = classify(&e, e.is_connect());
-                return self.unanswered(code, &root_cause(&e), reach(cancelled));
-            }
-        };
-
-        let sent = http_class(head.status.as_u16()) == HttpClass::Sent;
-        let mut kept = Vec::new();
-        // Dropping an unfinished body closes its connection; the status stands whatever the body does.
-        tokio::select! {
-            biased;
-            () = read_body(body, &mut kept) => {}
-            () = &mut deadline => {}
-            () = sleep(DRAIN_GRACE), if sent => {}
-        }
-        if sent {
+        if http_class(status.as_u16()) == HttpClass::Sent {
             return Outcome::sent();
         }
-        let retry_after = head.headers.get(RETRY_AFTER).filter(|_| honours_retry_after(head.status.as_u16()));
-        let retry_after = retry_after.and_then(|value| parse_retry_after(value.to_str().ok()?, clock::wall()));
-        self.refused(head.status, &kept, retry_after)
+        let retry_after = if honours_retry_after(status.as_u16()) { retry_after(&headers) } else { None };
+        self.refused(status, &body, retry_after)
     }
-}
-
-fn client(timeout: Duration) -> Result<Client<HttpsConnector<HttpConnector>, Full<Bytes>>> {
-    let mut tcp = HttpConnector::new();
-    tcp.enforce_http(false);
-    tcp.set_nodelay(true);
-    // A connect another request no longer waits for goes on in the background; this ends it.
-    tcp.set_connect_timeout(Some(timeout));
-    // A receiver that stops reading would otherwise hold a connection we have given up, until we are restarted.
-    #[cfg(target_os = "linux")]
-    tcp.set_tcp_user_timeout(Some(timeout));
-    let https = HttpsConnectorBuilder::new()
-        .with_provider_and_webpki_roots(rustls::crypto::ring::default_provider())
-        .map_err(|e| Error::invalid(format!("TLS cannot be set up: {e}")))?
-        .https_or_http()
-        .enable_http1()
-        .wrap_connector(tcp);
-    Ok(Client::builder(TokioExecutor::new())
-        .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(IDLE)
-        .retry_canceled_requests(false)
-        .http1_max_buf_size(MAX_HEAD_BYTES)
-        .build(https))
 }
 
 /// Errors never repeat the URL: it may be wrong in the very part that is secret.
@@ -316,69 +244,6 @@ fn check_header(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), &'
     if reserved { Err("reserved") } else { Ok((name, value)) }
 }
 
-/// The code of a request that got no status, and whether it provably never left.
-fn classify(error: &(dyn StdError + 'static), connecting: bool) -> (&'static str, bool) {
-    // The connector boxes what TLS says as an I/O error; name look-up and TCP have a type of their own, which is private.
-    let first = error.source();
-    if connecting && first.is_some_and(|e| e.is::<io::Error>()) {
-        return ("TLS_FAILED", false);
-    }
-    if connecting && first.is_some_and(|e| e.to_string() == "dns error") {
-        return ("DNS_FAILED", false);
-    }
-    let mut cancelled = false;
-    for cause in causes(error) {
-        if cause.is::<rustls::Error>() {
-            return ("TLS_FAILED", cancelled);
-        }
-        if let Some(e) = cause.downcast_ref::<hyper::Error>() {
-            if e.is_parse() {
-                return ("RESPONSE_INVALID", cancelled);
-            }
-            // The pooled connection closed before this request was begun.
-            cancelled |= e.is_canceled();
-        }
-        if cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::TimedOut) {
-            return ("TIMEOUT", cancelled);
-        }
-    }
-    (if connecting { "CONNECT_REFUSED" } else { "CONNECTION_RESET" }, cancelled)
-}
-
-/// An error and what is beneath it. `source` of an I/O error skips the error it wraps.
-fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
-    std::iter::successors(Some(error), |&e| match e.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-        Some(inner) => Some(inner as &(dyn StdError + 'static)),
-        None => e.source(),
-    })
-}
-
-fn root_cause(error: &(dyn StdError + 'static)) -> String {
-    causes(error).last().unwrap_or(error).to_string()
-}
-
-/// Seconds, or a date, which counts from `now`; a date gone by is no wait at all. How long is too long, the lane decides.
-fn parse_retry_after(value: &str, now: Timestamp) -> Option<Duration> {
-    let value = value.trim();
-    if !value.is_empty() && value.bytes().all(|b| b.is_ascii_digit()) {
-        return Some(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
-    }
-    let date = httpdate::parse_http_date(value).ok()?.duration_since(UNIX_EPOCH).ok()?;
-    Some(Timestamp::from_micros(micros_of(date)).since(now))
-}
-
-/// Keeps the body up to its end or [`MAX_BODY_BYTES`], whichever is first.
-async fn read_body(mut body: Incoming, kept: &mut Vec<u8>) {
-    while let Some(Ok(frame)) = body.frame().await {
-        let Ok(data) = frame.into_data() else { continue };
-        let room = MAX_BODY_BYTES - kept.len();
-        kept.extend_from_slice(&data[..data.len().min(room)]);
-        if data.len() > room {
-            return;
-        }
-    }
-}
-
 /// The beginning of a body, on one line, if it is text.
 fn excerpt(body: &[u8], secrets: &[String]) -> Option<String> {
     let mut text = String::from_utf8_lossy(body).into_owned();
@@ -410,6 +275,7 @@ fn secrets(url: &Url, lane: &HeaderMap) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Timestamp;
 
     fn message(headers: &[(&str, &str)]) -> Message {
         let at = Timestamp::from_micros(0);
@@ -520,64 +386,6 @@ mod tests {
         let many: Vec<_> = (0..40_000).map(|n| (format!("x-{n}"), "v".to_owned())).collect();
         let headers = with_message_headers(&HeaderMap::new(), &Message { headers: many, ..message(&[]) });
         assert_eq!(headers.len(), MAX_MESSAGE_HEADERS + 1);
-    }
-
-    #[test]
-    fn retry_after_is_seconds_or_a_date() {
-        let now: Timestamp = "2026-03-01T12:00:00Z".parse().unwrap();
-        let seconds = |value| parse_retry_after(value, now).map(|d| d.as_secs());
-        assert_eq!(seconds("120"), Some(120));
-        assert_eq!(seconds(" 0 "), Some(0));
-        assert_eq!(seconds("Sun, 01 Mar 2026 12:01:30 GMT"), Some(90));
-        assert_eq!(seconds("Sun, 01 Mar 2026 11:59:00 GMT"), Some(0), "gone by");
-        assert!(seconds("Fri, 31 Dec 9999 23:59:59 GMT").unwrap() > 200_000_000_000);
-        assert_eq!(seconds("99999999999999999999999"), Some(u64::MAX));
-        for nonsense in ["", "-5", "1.5", "soon", "Sun, 99 Mar 2026 12:01:30 GMT"] {
-            assert_eq!(seconds(nonsense), None, "{nonsense}");
-        }
-    }
-
-    /// An error with something beneath, as the client's are.
-    #[derive(Debug)]
-    struct Above(&'static str, Box<dyn StdError + Send + Sync>);
-
-    impl std::fmt::Display for Above {
-        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str(self.0)
-        }
-    }
-
-    impl StdError for Above {
-        fn source(&self) -> Option<&(dyn StdError + 'static)> {
-            Some(&*self.1)
-        }
-    }
-
-    #[test]
-    fn failures_have_codes() {
-        let io = |kind: io::ErrorKind| Box::new(io::Error::from(kind));
-        let tcp = |kind| Above("client error", Box::new(Above("tcp connect error", io(kind))));
-        let dns = Above("client error", Box::new(Above("dns error", io(io::ErrorKind::NotFound))));
-        let certificate = rustls::Error::General("bad certificate".into());
-        let tls = io::Error::other(io::Error::new(io::ErrorKind::InvalidData, certificate.clone()));
-        let tls = Above("client error", Box::new(tls));
-        let later = Above("client error", Box::new(Above("hyper", Box::new(io::Error::other(certificate)))));
-        let handshake = Above("client error", io(io::ErrorKind::UnexpectedEof));
-        for (code, error, connecting) in [
-            ("DNS_FAILED", &dns, true),
-            ("CONNECT_REFUSED", &tcp(io::ErrorKind::ConnectionRefused), true),
-            ("CONNECT_REFUSED", &tcp(io::ErrorKind::HostUnreachable), true),
-            ("TIMEOUT", &tcp(io::ErrorKind::TimedOut), true),
-            ("TLS_FAILED", &tls, true),
-            ("TLS_FAILED", &handshake, true),
-            ("TLS_FAILED", &later, false),
-            ("TIMEOUT", &tcp(io::ErrorKind::TimedOut), false),
-            ("CONNECTION_RESET", &tcp(io::ErrorKind::ConnectionReset), false),
-            ("CONNECTION_RESET", &tcp(io::ErrorKind::BrokenPipe), false),
-        ] {
-            assert_eq!(classify(error, connecting), (code, false), "{error:?}");
-        }
-        assert!(root_cause(&tls).contains("bad certificate"), "{}", root_cause(&tls));
     }
 
     #[test]

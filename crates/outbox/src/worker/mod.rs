@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::message::Message;
 use crate::observe::{Observer, Phase, Silent};
 use crate::outbox::Outbox;
-use crate::outcome::{Outcome, Reach, code};
+use crate::outcome::{Outcome, Reach, Settled, code};
 use crate::store::{Prune, Store};
 
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -315,8 +315,16 @@ impl Driver {
                 Box::pin(async move { Event::Deduped { op, result: outbox.check_dedup(&lane, probes).await } })
             }
             Command::Settle { op, lane, entries } => {
-                let lane = lane_name(lane);
-                Box::pin(async move { Event::Settled { op, result: store.settle(&lane, &owner, &entries).await } })
+                let (courier, lane) = (self.couriers[lane].clone(), lane_name(lane));
+                Box::pin(async move {
+                    let result = store.settle(&lane, &owner, &entries).await;
+                    for (entry, answer) in entries.iter().zip(result.iter().flatten()) {
+                        if *answer != Settled::Refused {
+                            courier.settled(entry.lease.id);
+                        }
+                    }
+                    Event::Settled { op, result }
+                })
             }
             Command::Defer { op, leases, delay, code } => Box::pin(async move {
                 Event::Deferred { op, result: store.defer(&owner, &leases, delay, code.as_deref()).await }

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use postrider::couriers::http::{Http, HttpSettings, MAX_BODY_BYTES};
+use postrider::couriers::exchange::MAX_BODY_BYTES;
+use postrider::couriers::http::{Http, HttpSettings};
 use postrider::outcome::{Fault, Reach};
 use postrider::{Courier, Message, Outcome, Timestamp};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
