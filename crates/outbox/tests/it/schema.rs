@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 3] = ["V001__outbox", "V002__enqueue_from_sql", "V003__pauses"];
+const MIGRATIONS: [&str; 4] = ["V001__outbox", "V002__enqueue_from_sql", "V003__pauses", "V004__alerts"];
 
 on_every_store! {
     p6_ended_rows_refuse_raw_sql,

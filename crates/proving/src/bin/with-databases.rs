@@ -2,7 +2,7 @@
 
 use std::io::{self, IsTerminal};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::thread;
 
@@ -72,7 +72,12 @@ fn run(postgres: bool, mysql: bool, words: &[String]) -> io::Result<ExitCode> {
 
 fn start(postgres: bool, mysql: bool) -> io::Result<(Option<Postgres>, Option<MariaDb>)> {
     let missing = [postgres.then(Postgres::missing_package), mysql.then(MariaDb::missing_package)];
-    let missing: Vec<&str> = missing.into_iter().flatten().flatten().collect();
+    let mut missing: Vec<&str> = missing.into_iter().flatten().flatten().collect();
+    // What the documentation shows in Python is run by tests.
+    let python = Command::new("python3").args(["-c", "import ensurepip, sqlite3"]).stderr(Stdio::null()).status();
+    if !python.is_ok_and(|status| status.success()) {
+        missing.push("python3-venv");
+    }
     if !missing.is_empty() {
         install(&missing)?;
     }
