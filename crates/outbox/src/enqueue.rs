@@ -470,7 +470,7 @@ async fn insert_unless_active<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> R
 }
 
 /// The first id of the last insert, and the step between ids (more than 1 on Galera).
-async fn last_insert_id<T: Tx + ?Sized>(tx: &mut T) -> Result<(i64, i64)> {
+pub(crate) async fn last_insert_id<T: Tx + ?Sized>(tx: &mut T) -> Result<(i64, i64)> {
     let rows =
         tx.query("SELECT CAST(LAST_INSERT_ID() AS SIGNED), CAST(@@auto_increment_increment AS SIGNED)", &[]).await?;
     let row = rows.first().ok_or_else(|| Error::database("no last insert id"))?;

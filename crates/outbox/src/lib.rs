@@ -9,6 +9,7 @@
 
 pub mod alerts;
 pub mod backoff;
+pub mod bulk;
 pub mod clock;
 pub mod couriers;
 pub mod decide;

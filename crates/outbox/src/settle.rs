@@ -22,7 +22,7 @@ pub(crate) fn by_id(dialect: Dialect) -> &'static str {
 }
 
 /// `IN (…)` over ids. Binds what it needs; MySQL gets literals (they are numbers) and so no prepared statement per length.
-pub(crate) fn in_ids(dialect: Dialect, ids: &[i64], params: &mut Vec<Value>) -> String {
+pub fn in_ids(dialect: Dialect, ids: &[i64], params: &mut Vec<Value>) -> String {
     match dialect {
         Dialect::Postgres => {
             params.push(Value::Ints(ids.to_vec()));
@@ -40,7 +40,7 @@ pub(crate) fn in_ids(dialect: Dialect, ids: &[i64], params: &mut Vec<Value>) -> 
     }
 }
 
-pub(crate) fn for_update(dialect: Dialect) -> &'static str {
+pub fn for_update(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE" }
 }
 

@@ -46,7 +46,7 @@ impl Timestamp {
 const FOR_EVER: Duration = Duration::from_secs(7900 * 365 * 24 * 3600);
 
 /// A duration as whole microseconds; what is longer than databases can tell is for ever.
-pub(crate) fn micros_of(duration: Duration) -> i64 {
+pub fn micros_of(duration: Duration) -> i64 {
     duration.min(FOR_EVER).as_micros() as i64
 }
 
@@ -56,6 +56,13 @@ impl fmt::Display for Timestamp {
             Ok(text) => f.write_str(&text),
             Err(_) => write!(f, "{}us", self.0),
         }
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for Timestamp {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
     }
 }
 

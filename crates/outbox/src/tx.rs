@@ -92,6 +92,13 @@ impl Row {
         }
     }
 
+    pub fn opt_float(&self, index: usize) -> Result<Option<f64>> {
+        match self.at(index)? {
+            Value::Float(n) => Ok(Some(*n)),
+            _ => Ok(self.opt_int(index)?.map(|n| n as f64)),
+        }
+    }
+
     pub fn text(&self, index: usize) -> Result<String> {
         self.opt_text(index)?.ok_or_else(|| unexpected(index, "text", &Value::Null))
     }
@@ -223,6 +230,8 @@ pub(crate) fn numbered(sql: &str) -> std::borrow::Cow<'_, str> {
     }
     out.into()
 }
+
+pub use crate::settle::{for_update, in_ids};
 
 /// Drives a future whose every step is ready at once (statements on an in-process SQLite connection).
 #[cfg(feature = "sqlite")]

@@ -1,0 +1,415 @@
+//! Sends one job: signed, guarded, within one deadline. What came of it is kept until the settle writes it, as an attempt
+//! for people and a result for the orchestrator.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
+use http_body_util::Full;
+use postrider::clock::{self, Tick};
+use postrider::couriers::exchange::{Answer, retry_after};
+use postrider::outcome::{Fault, Reach, Verdict};
+use postrider::store::Mode;
+use postrider::tx::{Tx, Value, in_ids};
+use postrider::{Courier, Error, Message, OnSettled, Outcome, Result, Timestamp, Winner, bulk};
+use tokio::sync::{Notify, mpsc, oneshot};
+use url::{Host, Url};
+
+use crate::Webhooks;
+use crate::publish::Job;
+use crate::subscriptions::{Subscription, SubscriptionStatus};
+
+/// Most bytes of a response's head that are kept.
+const MOST_HEAD: usize = 4096;
+/// A job that meets a pause waits for `resume` to wake it; this is only how long at most.
+const PAUSED_FOR: Duration = Duration::from_secs(3600);
+/// Events that are asked for in one statement.
+const LOAD_AT_ONCE: usize = 256;
+/// A report whose settle never came is dropped after this.
+const KEPT_FOR: Duration = Duration::from_secs(900);
+
+/// How one attempt went.
+#[derive(Clone, Debug)]
+struct Report {
+    started_at: Timestamp,
+    took: Duration,
+    /// `None`: it succeeded.
+    failure: Option<(String, Reach)>,
+    status: Option<u16>,
+    headers: Option<String>,
+    body: Option<Bytes>,
+    remote: Option<String>,
+    retry_after: Option<Duration>,
+    kept_at: Tick,
+}
+
+/// What couriers saw, between a delivery and its settle. Shared by the couriers of a process and its store.
+#[derive(Clone, Default)]
+pub struct Reports(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    kept: Mutex<HashMap<i64, Arc<Report>>>,
+    work: Arc<Notify>,
+}
+
+impl Reports {
+    pub(crate) fn work(&self) -> Arc<Notify> {
+        self.0.work.clone()
+    }
+
+    fn keep(&self, id: i64, report: Report) {
+        let mut kept = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() > 10_000 {
+            let now = report.kept_at;
+            kept.retain(|_, old| now.since(old.kept_at) < KEPT_FOR);
+        }
+        kept.insert(id, Arc::new(report));
+    }
+
+    fn of(&self, id: i64) -> Option<Arc<Report>> {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    fn forget(&self, id: i64) {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+}
+
+const ATTEMPT_COLUMNS: [bulk::Column; 11] = [
+    ("job_id", "bigint"),
+    ("saga_id", "bigint"),
+    ("attempt", "int"),
+    ("started_at", "timestamptz"),
+    ("duration_ms", "bigint"),
+    ("error_class", "text"),
+    ("error_code", "text"),
+    ("response_status", "int"),
+    ("response_headers", "text"),
+    ("response_body", "bytea"),
+    ("remote_address", "text"),
+];
+const RESULT_COLUMNS: [bulk::Column; 7] = [
+    ("job_id", "bigint"),
+    ("saga_id", "bigint"),
+    ("attempt", "int"),
+    ("success", "int"),
+    ("error_code", "text"),
+    ("retry_after", "bigint"),
+    ("at", "timestamptz"),
+];
+
+/// The worker's part: job, attempt and result end together.
+#[async_trait]
+impl OnSettled for Reports {
+    async fn on_settled(&self, tx: &mut (dyn Tx + Send), winners: &[Winner]) -> Result<()> {
+        let now = clock::wall();
+        let (mut attempts, mut results) = (Vec::with_capacity(winners.len()), Vec::with_capacity(winners.len()));
+        for winner in winners {
+            // A job nobody can read has no saga to tell.
+            let Some(job) = Job::parse(&winner.payload) else { continue };
+            let failed = match &winner.verdict {
+                Verdict::Sent { .. } => None,
+                Verdict::Retry { code, .. } | Verdict::Dead { code, .. } => Some(code.clone()),
+            };
+            // Without a report it ended without us: buried, or aborted at the end of a drain.
+            let report = self.of(winner.id);
+            let reach = report.as_ref().and_then(|r| r.failure.as_ref()).map_or(Reach::Unknown, |failure| failure.1);
+            let report = report.as_deref();
+            attempts.push(vec![
+                winner.id.into(),
+                job.saga_id.into(),
+                i64::from(job.attempt).into(),
+                report.map_or(now, |r| r.started_at).into(),
+                report.map_or(0, |r| r.took.as_millis() as i64).into(),
+                failed.as_ref().map(|_| class(reach)).into(),
+                failed.clone().into(),
+                report.and_then(|r| r.status).map(i64::from).into(),
+                report.and_then(|r| r.headers.clone()).into(),
+                report.and_then(|r| r.body.clone()).into(),
+                report.and_then(|r| r.remote.clone()).into(),
+            ]);
+            results.push(vec![
+                winner.id.into(),
+                job.saga_id.into(),
+                i64::from(job.attempt).into(),
+                i64::from(failed.is_none()).into(),
+                failed.into(),
+                report.and_then(|r| r.retry_after).map(|after| after.as_secs().min(i64::MAX as u64) as i64).into(),
+                now.into(),
+            ]);
+        }
+        bulk::insert(tx, "webhook_attempts", &ATTEMPT_COLUMNS, &attempts, false).await?;
+        bulk::insert(tx, "webhook_results", &RESULT_COLUMNS, &results, false).await?;
+        Ok(())
+    }
+}
+
+fn class(reach: Reach) -> &'static str {
+    match reach {
+        Reach::NeverSent => "never_sent",
+        Reach::Unknown => "unknown",
+        Reach::Answered => "answered",
+    }
+}
+
+/// An event as it is sent.
+#[derive(Debug)]
+struct Loaded {
+    payload: Bytes,
+    content_type: Option<String>,
+    correlation_id: Option<String>,
+}
+
+type Wanted = (i64, oneshot::Sender<Result<Option<Arc<Loaded>>>>);
+
+/// Delivers webhook jobs.
+pub struct WebhookCourier {
+    webhooks: Webhooks,
+    /// Events that are asked for at the same time are read together.
+    events: mpsc::UnboundedSender<Wanted>,
+}
+
+impl WebhookCourier {
+    pub(crate) fn new(webhooks: Webhooks) -> Self {
+        let (events, wanted) = mpsc::unbounded_channel();
+        tokio::spawn(load(webhooks.clone(), wanted));
+        WebhookCourier { webhooks, events }
+    }
+
+    async fn event(&self, id: i64) -> Result<Option<Arc<Loaded>>> {
+        let (reply, answer) = oneshot::channel();
+        let gone = || Error::database("the loader of events is gone");
+        self.events.send((id, reply)).map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
+    }
+
+    async fn send(&self, job: Job, message: &Message) -> Result<Sent> {
+        let catalog = self.webhooks.catalog().await?;
+        let subscription = match catalog.get(job.subscription_id) {
+            Some(subscription) if subscription.status != SubscriptionStatus::Disabled => subscription.clone(),
+            _ => return Ok(Sent::Not("SUBSCRIPTION_DISABLED")),
+        };
+        if subscription.status == SubscriptionStatus::Paused {
+            return Ok(Sent::Paused);
+        }
+        let Some(event) = self.event(job.event_id).await? else { return Ok(Sent::Not("EVENT_GONE")) };
+        Ok(Sent::Tried(self.webhooks.post(&subscription, job.event_id, &event, &message.headers).await))
+    }
+}
+
+enum Sent {
+    Tried(Report),
+    Not(&'static str),
+    Paused,
+}
+
+#[async_trait]
+impl Courier for WebhookCourier {
+    fn name(&self) -> &str {
+        "webhook"
+    }
+
+    async fn deliver(&self, message: &Message) -> Outcome {
+        let Some(job) = Job::parse(&message.payload) else {
+            return Outcome::Dead(Fault::new("INVALID_JOB", "the job cannot be read", Reach::NeverSent));
+        };
+        let report = match self.send(job, message).await {
+            // Our own trouble, not the receiver's: nothing is counted.
+            Err(_) => return Outcome::Defer { delay: Duration::from_secs(1), code: "STORE_UNAVAILABLE".into() },
+            Ok(Sent::Paused) => return Outcome::Defer { delay: PAUSED_FOR, code: "SUBSCRIPTION_PAUSED".into() },
+            Ok(Sent::Not(code)) => Report::not_sent(code),
+            Ok(Sent::Tried(report)) => report,
+        };
+        let outcome = match &report.failure {
+            None => Outcome::sent(),
+            Some((code, reach)) => Outcome::Dead(Fault::new(code.clone(), code.clone(), *reach)),
+        };
+        self.webhooks.0.reports.keep(message.id, report);
+        outcome
+    }
+
+    fn settled(&self, id: i64) {
+        self.webhooks.0.reports.forget(id);
+        self.webhooks.0.work.notify_one();
+    }
+}
+
+impl Report {
+    fn not_sent(code: &str) -> Self {
+        Report {
+            started_at: clock::wall(),
+            took: Duration::ZERO,
+            failure: Some((code.to_owned(), Reach::NeverSent)),
+            status: None,
+            headers: None,
+            body: None,
+            remote: None,
+            retry_after: None,
+            kept_at: Tick::now(),
+        }
+    }
+}
+
+impl Webhooks {
+    /// One attempt.
+    async fn post(
+        &self,
+        subscription: &Subscription,
+        event_id: i64,
+        event: &Loaded,
+        trace: &[(String, String)],
+    ) -> Report {
+        let (started_at, tick) = (clock::wall(), Tick::now());
+        let id = format!("msg_{}_{event_id}", self.0.store_id);
+        let request = match self.request(subscription, &id, event, trace, started_at) {
+            Ok(request) => request,
+            Err(code) => return Report::not_sent(code),
+        };
+        let answer = self.0.exchange.post(request, subscription.timeout(&self.0.settings)).await;
+        let took = Tick::now().since(tick);
+        let report = Report { started_at, took, kept_at: Tick::now(), ..Report::not_sent("") };
+        match answer {
+            Answer::Unanswered { code, reach, remote, .. } => {
+                Report { failure: Some((code.to_owned(), reach)), remote: remote.map(|r| r.to_string()), ..report }
+            }
+            Answer::Answered { status, headers, body, remote } => {
+                let failure = match status {
+                    status if status.is_success() => None,
+                    status if status.is_redirection() => Some("REDIRECT_REFUSED".to_owned()),
+                    status => Some(format!("HTTP_{}", status.as_u16())),
+                };
+                let asks_to_wait = matches!(status.as_u16(), 429 | 503);
+                Report {
+                    failure: failure.map(|code| (code, Reach::Answered)),
+                    status: Some(status.as_u16()),
+                    retry_after: if asks_to_wait { retry_after(&headers) } else { None },
+                    headers: Some(head(&headers)),
+                    body: (!body.is_empty()).then(|| body.into()),
+                    remote: remote.map(|remote| remote.to_string()),
+                    ..report
+                }
+            }
+        }
+    }
+
+    fn request(
+        &self,
+        subscription: &Subscription,
+        id: &str,
+        event: &Loaded,
+        trace: &[(String, String)],
+        now: Timestamp,
+    ) -> Result<Request<Full<Bytes>>, &'static str> {
+        let url = Url::parse(&subscription.url).map_err(|_| "URL_INVALID")?;
+        // Names are judged when they are resolved; an address in the URL is not resolved.
+        let address = match url.host() {
+            Some(Host::Ipv4(address)) => Some(address.into()),
+            Some(Host::Ipv6(address)) => Some(address.into()),
+            _ => None,
+        };
+        if address.is_some_and(|address| self.0.settings.policy.judge(address).is_err()) {
+            return Err("ADDRESS_FORBIDDEN");
+        }
+        let uri = Uri::try_from(url.as_str()).map_err(|_| "URL_INVALID")?;
+        let timestamp = now.micros().div_euclid(1_000_000);
+        let signatures: Vec<String> =
+            subscription.signing(now).map(|key| key.sign(id, timestamp, &event.payload)).collect();
+        let mut headers = HeaderMap::new();
+        let text = |text: &str| HeaderValue::from_str(text).map_err(|_| "HEADER_INVALID");
+        for (name, value) in subscription.headers.iter().chain(trace) {
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| "HEADER_INVALID")?;
+            headers.append(name, text(value)?);
+        }
+        headers.insert(CONTENT_TYPE, text(event.content_type.as_deref().unwrap_or("application/json"))?);
+        headers.insert(CONTENT_LENGTH, event.payload.len().into());
+        headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
+        headers.insert("webhook-id", text(id)?);
+        headers.insert("webhook-timestamp", timestamp.into());
+        headers.insert("webhook-signature", text(&signatures.join(" "))?);
+        if let Some(id) = &event.correlation_id {
+            headers.insert("x-correlation-id", text(id)?);
+        }
+        let mut request = Request::new(Full::new(event.payload.clone()));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = uri;
+        *request.headers_mut() = headers;
+        Ok(request)
+    }
+
+    /// Sends a test event to one subscription, now and once, whatever its state; nothing is recorded.
+    pub async fn test(&self, id: i64) -> Result<Option<serde_json::Value>> {
+        let Some(subscription) = self.subscription(id).await? else { return Ok(None) };
+        let payload = serde_json::json!({ "type": "postrider.test", "subscription_id": id });
+        let event = Loaded { payload: payload.to_string().into(), content_type: None, correlation_id: None };
+        let report = self.post(&subscription, 0, &event, &[]).await;
+        Ok(Some(serde_json::json!({
+            "success": report.failure.is_none(),
+            "error_code": report.failure.as_ref().map(|failure| failure.0.clone()),
+            "error_class": report.failure.as_ref().map(|failure| class(failure.1)),
+            "response_status": report.status,
+            "duration_ms": report.took.as_millis() as u64,
+        })))
+    }
+}
+
+/// The head of a response, as far as it is kept.
+fn head(headers: &HeaderMap) -> String {
+    let mut kept = Vec::new();
+    let mut bytes = 0;
+    for (name, value) in headers {
+        bytes += name.as_str().len() + value.len();
+        if bytes > MOST_HEAD {
+            break;
+        }
+        kept.push((name.as_str(), String::from_utf8_lossy(value.as_bytes()).replace('\0', "")));
+    }
+    serde_json::to_string(&kept).unwrap_or_default()
+}
+
+/// Reads events for those who wait for them, many in one statement.
+async fn load(webhooks: Webhooks, mut wanted: mpsc::UnboundedReceiver<Wanted>) {
+    let mut waiting = Vec::new();
+    while wanted.recv_many(&mut waiting, LOAD_AT_ONCE).await > 0 {
+        let batch = std::mem::take(&mut waiting);
+        let webhooks = webhooks.clone();
+        tokio::spawn(async move {
+            let mut ids: Vec<i64> = batch.iter().map(|wanted| wanted.0).collect();
+            ids.sort_unstable();
+            ids.dedup();
+            let events = webhooks.read_events(ids).await;
+            for (id, reply) in batch {
+                let answer = events.as_ref().map(|events| events.get(&id).cloned()).map_err(Clone::clone);
+                let _ = reply.send(answer);
+            }
+        });
+    }
+}
+
+impl Webhooks {
+    async fn read_events(&self, ids: Vec<i64>) -> Result<HashMap<i64, Arc<Loaded>>> {
+        self.transact(Mode::Read, move |tx| {
+            let ids = ids.clone();
+            Box::pin(async move {
+                let mut params: Vec<Value> = Vec::new();
+                let list = in_ids(tx.dialect(), &ids, &mut params);
+                let sql = format!("SELECT id, payload, content_type, correlation_id FROM events WHERE id {list}");
+                let rows = tx.query(&sql, &params).await?;
+                let event = |row: &postrider::tx::Row| {
+                    let loaded = Loaded {
+                        payload: row.bytes(1)?,
+                        content_type: row.opt_text(2)?,
+                        correlation_id: row.opt_text(3)?,
+                    };
+                    Ok((row.int(0)?, Arc::new(loaded)))
+                };
+                rows.iter().map(event).collect()
+            })
+        })
+        .await
+    }
+}

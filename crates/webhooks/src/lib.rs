@@ -1,0 +1,178 @@
+//! Webhooks on the outbox: events are published in the caller's own transaction, and every matching subscription gets a
+//! delivery saga that ends `Completed` or `DeadLettered`.
+//!
+//! - [`Webhooks::publish_in`] writes the event, its sagas and their first jobs, all or nothing.
+//! - Jobs are messages of the lane [`LANE`], one active per saga (by its active key). The [courier] sends, signed; what
+//!   came of it is recorded with the settle, as an attempt and a result.
+//! - The [orchestrator] is the only code that moves sagas: it applies results, starts what is due, and lets held
+//!   subscriptions through as their gate allows. What it decides is in [`decide`], pure.
+
+mod catalog;
+mod courier;
+mod dead_letters;
+pub mod decide;
+pub mod guard;
+mod health;
+mod janitor;
+pub mod keyring;
+mod orchestrator;
+mod publish;
+mod reads;
+mod replays;
+pub mod sign;
+mod subscriptions;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use postrider::alerts::Alerts;
+use postrider::couriers::exchange::Exchange;
+use postrider::store::{Mode, transact};
+use postrider::tx::{BoxFuture, Tx};
+use postrider::{LaneRules, Migration, Outbox, Result};
+use tokio::sync::Notify;
+
+use self::catalog::Catalog;
+pub use self::courier::{Reports, WebhookCourier};
+pub use self::dead_letters::{DeadLetter, DeadLetterFilter, Requeued};
+use self::guard::{Guarded, Policy};
+use self::keyring::Keyring;
+pub use self::orchestrator::QUERIES;
+pub use self::publish::{NewEvent, Published, Publishing};
+pub use self::reads::{Attempt, EventShown, Page, Saga, SagaFilter};
+pub use self::replays::{NewReplay, Replay};
+pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};
+
+/// The outbox lane of webhook jobs.
+pub const LANE: &str = "webhooks";
+/// Who owns it: the command generic verbs point to.
+pub const OWNER: &str = "postrider webhooks";
+
+/// The tables of this part: versions 201 to 299.
+pub const MIGRATIONS: [Migration; 1] = [Migration {
+    version: 201,
+    name: "V201__webhooks",
+    sqlite: include_str!("../migrations/sqlite/V201__webhooks.sql"),
+    postgres: include_str!("../migrations/postgres/V201__webhooks.sql"),
+    mysql: include_str!("../migrations/mysql/V201__webhooks.sql"),
+}];
+
+/// How webhooks are delivered unless a subscription says otherwise.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Attempts in all.
+    pub max_retry_limit: u32,
+    /// Waits double from this one on.
+    pub base_delay: Duration,
+    pub jitter: f64,
+    /// For one attempt, from DNS to the last byte.
+    pub timeout: Duration,
+    pub policy: Policy,
+    /// Name servers to ask instead of the system's.
+    pub dns: Vec<SocketAddr>,
+    /// How long ended sagas, their attempts and events are kept.
+    pub retention: Duration,
+    /// A subscription that has only failed for so long is disabled; zero: never.
+    pub disable_after: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            max_retry_limit: 5,
+            base_delay: Duration::from_secs(30),
+            jitter: 0.0,
+            timeout: Duration::from_secs(15),
+            policy: Policy::default(),
+            dns: vec![],
+            retention: Duration::from_secs(30 * 24 * 3600),
+            disable_after: Duration::from_secs(5 * 24 * 3600),
+        }
+    }
+}
+
+/// What the store must know of the lane. `reports` is shared with [`Webhooks::new`]: what the courier saw is written with
+/// the settle.
+pub fn lane_rules(reports: &Reports) -> LaneRules {
+    LaneRules {
+        on_settled: Some(Arc::new(reports.clone())),
+        owned_by: Some(OWNER),
+        retention: Duration::ZERO,
+        history: false,
+        ..LaneRules::default()
+    }
+}
+
+/// Webhooks on one outbox. Cheap to clone.
+#[derive(Clone)]
+pub struct Webhooks(Arc<Inner>);
+
+struct Inner {
+    outbox: Outbox,
+    settings: Settings,
+    keyring: Keyring,
+    reports: Reports,
+    catalog: Mutex<Arc<Catalog>>,
+    exchange: Exchange,
+    store_id: String,
+    alerts: Option<Alerts>,
+    /// The orchestrator has something to do.
+    work: Arc<Notify>,
+}
+
+impl Webhooks {
+    /// On an outbox whose lane [`LANE`] has [`lane_rules`] of the same reports.
+    pub async fn new(
+        outbox: Outbox,
+        settings: Settings,
+        keyring: Keyring,
+        reports: Reports,
+        alerts: Option<Alerts>,
+    ) -> Result<Self> {
+        let guarded = Guarded::new(settings.policy.clone(), &settings.dns).map_err(postrider::Error::invalid)?;
+        let exchange = Exchange::new(Arc::new(guarded), settings.timeout.max(Duration::from_secs(30)))?;
+        let store_id = outbox.store_id().await?;
+        let outbox = outbox.owning(OWNER);
+        let work = reports.work();
+        Ok(Webhooks(Arc::new(Inner {
+            outbox,
+            settings,
+            keyring,
+            reports,
+            catalog: Mutex::default(),
+            exchange,
+            store_id,
+            alerts,
+            work,
+        })))
+    }
+
+    pub fn settings(&self) -> &Settings {
+        &self.0.settings
+    }
+
+    pub fn outbox(&self) -> &Outbox {
+        &self.0.outbox
+    }
+
+    /// Delivers jobs of the lane: one for every worker.
+    pub fn courier(&self) -> WebhookCourier {
+        WebhookCourier::new(self.clone())
+    }
+
+    /// `work` in a transaction of the store's own.
+    async fn transact<R, F>(&self, mode: Mode, work: F) -> Result<R>
+    where
+        R: Send + 'static,
+        F: for<'a> FnMut(&'a mut (dyn Tx + Send)) -> BoxFuture<'a, Result<R>> + Send + 'static,
+    {
+        transact(&**self.0.outbox.store(), mode, work).await
+    }
+
+    /// There is something for workers and the orchestrator.
+    fn ring(&self) {
+        self.0.outbox.ring();
+        self.0.work.notify_one();
+    }
+}

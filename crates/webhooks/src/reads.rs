@@ -1,0 +1,212 @@
+//! What people ask: events, sagas and the attempts of each.
+
+use postrider::store::Mode;
+use postrider::tx::{Row, Value};
+use postrider::{Result, Timestamp};
+use serde::Serialize;
+
+use crate::Webhooks;
+
+/// Newest first; the id of the last one is where the next page begins.
+#[derive(Debug, Serialize)]
+pub struct Page<T> {
+    pub items: Vec<T>,
+    pub next: Option<i64>,
+}
+
+impl<T> Page<T> {
+    pub(crate) fn of(mut items: Vec<T>, limit: usize, id: impl Fn(&T) -> i64) -> Self {
+        let more = items.len() > limit;
+        items.truncate(limit);
+        let next = items.last().filter(|_| more).map(id);
+        Page { items, next }
+    }
+}
+
+/// An event, without its payload.
+#[derive(Clone, Debug, Serialize)]
+pub struct EventShown {
+    pub id: i64,
+    pub event_type: String,
+    pub external_id: Option<String>,
+    pub payload_bytes: i64,
+    pub content_type: Option<String>,
+    pub correlation_id: Option<String>,
+    pub created_at: Timestamp,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Saga {
+    pub id: i64,
+    pub event_id: i64,
+    pub subscription_id: i64,
+    pub status: String,
+    pub attempt_count: i64,
+    /// None while it is in progress or has ended, or is held by its subscription's gate.
+    pub next_attempt_at: Option<Timestamp>,
+    pub held: bool,
+    pub final_error_code: Option<String>,
+    pub generation: i64,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Attempt {
+    pub job_id: i64,
+    pub attempt: i64,
+    pub started_at: Timestamp,
+    pub duration_ms: i64,
+    pub error_class: Option<String>,
+    pub error_code: Option<String>,
+    pub response_status: Option<i64>,
+    pub response_headers: Option<serde_json::Value>,
+    pub response_body: Option<String>,
+    pub remote_address: Option<String>,
+}
+
+/// A job that is live.
+#[derive(Clone, Debug, Serialize)]
+pub struct LiveJob {
+    pub id: i64,
+    pub status: String,
+    pub lease_until: Option<Timestamp>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct SagaFilter {
+    pub status: Option<String>,
+    pub subscription_id: Option<i64>,
+    pub event_id: Option<i64>,
+    pub before: Option<i64>,
+    pub limit: u32,
+}
+
+const SAGA: &str = "id, event_id, subscription_id, status, attempt_count, next_attempt_at, final_error_code, generation, created_at, updated_at";
+
+fn saga(row: &Row) -> Result<Saga> {
+    let status = row.text(3)?;
+    let next = row.opt_time(5)?.filter(|_| status != "InProgress");
+    let held = next == Some(Timestamp::FAR_FUTURE);
+    Ok(Saga {
+        id: row.int(0)?,
+        event_id: row.int(1)?,
+        subscription_id: row.int(2)?,
+        status,
+        attempt_count: row.int(4)?,
+        next_attempt_at: next.filter(|_| !held),
+        held,
+        final_error_code: row.opt_text(6)?,
+        generation: row.int(7)?,
+        created_at: row.time(8)?,
+        updated_at: row.time(9)?,
+    })
+}
+
+const EVENT: &str = "id, event_type, external_id, LENGTH(payload), content_type, correlation_id, created_at";
+
+fn event(row: &Row) -> Result<EventShown> {
+    Ok(EventShown {
+        id: row.int(0)?,
+        event_type: row.text(1)?,
+        external_id: row.opt_text(2)?,
+        payload_bytes: row.int(3)?,
+        content_type: row.opt_text(4)?,
+        correlation_id: row.opt_text(5)?,
+        created_at: row.time(6)?,
+    })
+}
+
+impl Webhooks {
+    async fn rows(&self, sql: String, params: Vec<Value>) -> Result<Vec<Row>> {
+        let work = std::sync::Arc::new((sql, params));
+        self.transact(Mode::Read, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { tx.query(&work.0, &work.1).await })
+        })
+        .await
+    }
+
+    pub async fn events(
+        &self,
+        event_type: Option<String>,
+        before: Option<i64>,
+        limit: u32,
+    ) -> Result<Page<EventShown>> {
+        let mut params: Vec<Value> = vec![before.unwrap_or(i64::MAX).into()];
+        let of_type = if event_type.is_some() { " AND event_type = ?" } else { "" };
+        params.extend(event_type.map(Value::from));
+        let sql = format!("SELECT {EVENT} FROM events WHERE id < ?{of_type} ORDER BY id DESC LIMIT {}", limit + 1);
+        let events = self.rows(sql, params).await?.iter().map(event).collect::<Result<Vec<_>>>()?;
+        Ok(Page::of(events, limit as usize, |event| event.id))
+    }
+
+    /// One event with its sagas and all their attempts: its whole timeline.
+    pub async fn event(&self, id: i64) -> Result<Option<(EventShown, Vec<(Saga, Vec<Attempt>)>)>> {
+        let rows = self.rows(format!("SELECT {EVENT} FROM events WHERE id = ?"), vec![id.into()]).await?;
+        let Some(event) = rows.first().map(event).transpose()? else { return Ok(None) };
+        let sql = format!("SELECT {SAGA} FROM webhook_delivery_sagas WHERE event_id = ? ORDER BY id LIMIT 10000");
+        let mut timeline = Vec::new();
+        for row in self.rows(sql, vec![id.into()]).await? {
+            let saga = saga(&row)?;
+            let attempts = self.attempts(saga.id).await?;
+            timeline.push((saga, attempts));
+        }
+        Ok(Some((event, timeline)))
+    }
+
+    pub async fn sagas(&self, filter: SagaFilter) -> Result<Page<Saga>> {
+        let mut params: Vec<Value> = vec![filter.before.unwrap_or(i64::MAX).into()];
+        let mut wheres = String::from("id < ?");
+        if let Some(id) = filter.subscription_id {
+            wheres.push_str(" AND subscription_id = ?");
+            params.push(id.into());
+        }
+        if let Some(id) = filter.event_id {
+            wheres.push_str(" AND event_id = ?");
+            params.push(id.into());
+        }
+        if let Some(status) = filter.status {
+            wheres.push_str(" AND status = ?");
+            params.push(status.into());
+        }
+        let sql = format!(
+            "SELECT {SAGA} FROM webhook_delivery_sagas WHERE {wheres} ORDER BY id DESC LIMIT {}",
+            filter.limit + 1
+        );
+        let sagas = self.rows(sql, params).await?.iter().map(saga).collect::<Result<Vec<_>>>()?;
+        Ok(Page::of(sagas, filter.limit as usize, |saga| saga.id))
+    }
+
+    /// One saga with its live job, if any, and its attempts.
+    pub async fn saga(&self, id: i64) -> Result<Option<(Saga, Vec<LiveJob>, Vec<Attempt>)>> {
+        let rows =
+            self.rows(format!("SELECT {SAGA} FROM webhook_delivery_sagas WHERE id = ?"), vec![id.into()]).await?;
+        let Some(saga) = rows.first().map(saga).transpose()? else { return Ok(None) };
+        let sql = "SELECT id, CASE WHEN locked_by IS NULL THEN 'Pending' ELSE 'Leased' END, lease_until FROM outbox WHERE lane = 'webhooks' AND active_key = ?";
+        let rows = self.rows(sql.to_owned(), vec![format!("saga:{id}").into()]).await?;
+        let job = |row: &Row| Ok(LiveJob { id: row.int(0)?, status: row.text(1)?, lease_until: row.opt_time(2)? });
+        let jobs = rows.iter().map(job).collect::<Result<_>>()?;
+        Ok(Some((saga, jobs, self.attempts(id).await?)))
+    }
+
+    async fn attempts(&self, saga_id: i64) -> Result<Vec<Attempt>> {
+        let sql = "SELECT job_id, attempt, started_at, duration_ms, error_class, error_code, response_status, response_headers, response_body, remote_address
+                   FROM webhook_attempts WHERE saga_id = ? ORDER BY attempt, id";
+        let attempt = |row: &Row| {
+            Ok(Attempt {
+                job_id: row.int(0)?,
+                attempt: row.int(1)?,
+                started_at: row.time(2)?,
+                duration_ms: row.int(3)?,
+                error_class: row.opt_text(4)?,
+                error_code: row.opt_text(5)?,
+                response_status: row.opt_int(6)?,
+                response_headers: row.opt_text(7)?.and_then(|text| serde_json::from_str(&text).ok()),
+                response_body: row.opt_bytes(8)?.map(|body| String::from_utf8_lossy(&body).into_owned()),
+                remote_address: row.opt_text(9)?,
+            })
+        };
+        self.rows(sql.to_owned(), vec![saga_id.into()]).await?.iter().map(attempt).collect()
+    }
+}

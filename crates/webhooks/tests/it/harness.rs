@@ -1,0 +1,179 @@
+//! A fresh database per test on each store, with webhooks on it, a worker and an orchestrator where they are wanted.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postrider::alerts::Alerts;
+use postrider::store::{Mode, transact};
+use postrider::tx::{Row, Value};
+use postrider::worker::core::LaneSettings;
+use postrider::{LaneRules, Lanes, Options, Outbox, Worker, stores};
+use postrider_webhooks::guard::Policy;
+use postrider_webhooks::keyring::Keyring;
+use postrider_webhooks::{
+    LANE, MIGRATIONS, NewEvent, NewSubscription, Reports, Settings, Subscription, Webhooks, lane_rules,
+};
+use tokio::sync::watch;
+
+use crate::scratch::{self, Scratch};
+
+macro_rules! on_every_store {
+    ($($case:ident),* $(,)?) => {
+        on_every_store!(@store sqlite $($case)*);
+        on_every_store!(@store postgres $($case)*);
+        on_every_store!(@store mysql $($case)*);
+    };
+    (@store $store:ident $($case:ident)*) => {
+        mod $store {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $case() {
+                super::$case(crate::harness::$store().await).await
+            })*
+        }
+    };
+}
+pub(crate) use on_every_store;
+
+pub struct Home {
+    pub webhooks: Webhooks,
+    pub outbox: Outbox,
+    pub url: String,
+    _scratch: Scratch,
+}
+
+pub async fn sqlite() -> Home {
+    Home::on(scratch::sqlite(), settings()).await
+}
+
+pub async fn postgres() -> Home {
+    Home::on(scratch::postgres().await, settings()).await
+}
+
+pub async fn mysql() -> Home {
+    Home::on(scratch::mysql().await, settings()).await
+}
+
+pub fn secs(n: u64) -> Duration {
+    Duration::from_secs(n)
+}
+
+/// Quick, and to this machine.
+pub fn settings() -> Settings {
+    Settings {
+        base_delay: Duration::from_millis(20),
+        max_retry_limit: 3,
+        timeout: Duration::from_secs(2),
+        policy: Policy { allow_http: true, allow_cidrs: vec!["127.0.0.0/8".parse().unwrap()] },
+        ..Settings::default()
+    }
+}
+
+pub const KEY: &str = "test:MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
+
+/// Webhooks on a database, as another process would have them.
+pub async fn open(url: &str, settings: Settings) -> (Webhooks, Outbox) {
+    let reports = Reports::default();
+    let lanes = Lanes::new().with(LANE, lane_rules(&reports)).with("alerts", LaneRules::default());
+    let options = Options { migrations: MIGRATIONS.to_vec(), ..Options::default() };
+    let outbox = Outbox::new(stores::open(url, lanes, options).await.unwrap());
+    outbox.migrate().await.unwrap();
+    let alerts = Alerts::new(outbox.clone(), "alerts", secs(300));
+    let keyring = Keyring::parse(KEY).unwrap();
+    let webhooks = Webhooks::new(outbox.clone(), settings, keyring, reports, Some(alerts)).await.unwrap();
+    (webhooks, outbox)
+}
+
+impl Home {
+    pub async fn on(scratch: Scratch, settings: Settings) -> Home {
+        let (webhooks, outbox) = open(&scratch.url, settings).await;
+        Home { webhooks, outbox, url: scratch.url.clone(), _scratch: scratch }
+    }
+
+    pub async fn subscribe(&self, url: &str, types: &[&str]) -> (Subscription, String) {
+        self.subscribe_with(url, types, |_| {}).await
+    }
+
+    pub async fn subscribe_with(
+        &self,
+        url: &str,
+        types: &[&str],
+        change: impl FnOnce(&mut NewSubscription),
+    ) -> (Subscription, String) {
+        let event_types = types.iter().map(|t| (*t).to_owned()).collect();
+        let mut new = NewSubscription { url: url.to_owned(), event_types, ..NewSubscription::default() };
+        change(&mut new);
+        self.webhooks.subscribe(new).await.unwrap()
+    }
+
+    /// Publishes one; its event and sagas.
+    pub async fn publish(&self, event_type: &str, payload: &str) -> (i64, Vec<i64>) {
+        let events = vec![NewEvent::new(event_type, payload.to_owned())];
+        let published = self.webhooks.publish(events).await.unwrap().remove(0);
+        (published.event_id, published.saga_ids)
+    }
+
+    /// A worker and an orchestrator, until it is dropped.
+    pub fn work(&self) -> Working {
+        work(&self.webhooks, &self.outbox)
+    }
+
+    pub async fn rows(&self, sql: &str) -> Vec<Row> {
+        self.try_rows(sql).await.unwrap_or_else(|e| panic!("{sql}: {e}"))
+    }
+
+    pub async fn try_rows(&self, sql: &str) -> postrider::Result<Vec<Row>> {
+        let sql: Arc<str> = sql.into();
+        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            let sql = sql.clone();
+            Box::pin(async move { tx.query(&sql, &[] as &[Value]).await })
+        })
+        .await
+    }
+
+    pub async fn count(&self, what: &str) -> i64 {
+        self.rows(&format!("SELECT COUNT(*) FROM {what}")).await[0].int(0).unwrap()
+    }
+
+    pub async fn status(&self, saga: i64) -> String {
+        self.rows(&format!("SELECT status FROM webhook_delivery_sagas WHERE id = {saga}")).await[0].text(0).unwrap()
+    }
+
+    pub async fn ends(&self, saga: i64, status: &str) {
+        wait_until(&format!("saga {saga} is {status}"), async || self.status(saga).await == status).await;
+    }
+}
+
+pub struct Working(watch::Sender<bool>);
+
+pub fn work(webhooks: &Webhooks, outbox: &Outbox) -> Working {
+    let (stop, stopped) = watch::channel(false);
+    let wait = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
+    let settings = LaneSettings { poll: Duration::from_millis(50), ..LaneSettings::new(LANE) };
+    let mut settings = settings;
+    settings.budgets.max_attempts = 1;
+    let worker = Worker::new(outbox.clone()).lane_with(settings, Arc::new(webhooks.courier()));
+    tokio::spawn(worker.run(wait(stopped.clone())));
+    let webhooks = webhooks.clone();
+    tokio::spawn(async move { webhooks.orchestrate(wait(stopped)).await });
+    Working(stop)
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        let _ = self.0.send(true);
+    }
+}
+
+pub async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let limit = tokio::time::Instant::now() + secs(30);
+    while !holds().await {
+        assert!(tokio::time::Instant::now() < limit, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Keeps clippy from asking for a name: a future that is awaited in place.
+pub async fn all<F: Future<Output = ()>>(futures: impl IntoIterator<Item = F>) {
+    futures_util::future::join_all(futures).await;
+}

@@ -1,0 +1,14 @@
+//! Webhooks on all three databases: real stores, real sockets.
+
+// Tests wait for real servers.
+#![allow(clippy::disallowed_methods)]
+
+mod delivering;
+mod explain;
+mod harness;
+mod orchestrating;
+mod publishing;
+mod receiver;
+#[path = "../../../outbox/tests/it/scratch.rs"]
+mod scratch;
+mod subscribing;
