@@ -64,6 +64,9 @@ pub enum Command {
     /// Look at messages and lend a hand: requeue, release, purge
     #[command(subcommand)]
     Outbox(Outbox),
+    /// Subscribe, publish, look at deliveries, bring dead letters back
+    #[command(subcommand)]
+    Webhooks(Webhooks),
     /// Make, list and revoke access tokens for the API
     #[command(subcommand)]
     Token(Token),
@@ -207,6 +210,95 @@ pub enum ConfigCommand {
     Print,
     /// Print what may be configured, as Markdown
     Reference,
+}
+
+/// Subscribe, publish, look at deliveries, bring dead letters back.
+#[derive(Debug, Subcommand)]
+pub enum Webhooks {
+    /// Make a subscription; prints the secret its receiver verifies with, once
+    Subscribe(Subscribe),
+    /// List subscriptions
+    Subscriptions,
+    /// Publish an event to all that want it
+    Publish(Publish),
+    /// Show one delivery with all its attempts
+    Saga { id: i64 },
+    /// List deliveries that were given up, the newest first
+    DeadLetters {
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1000))]
+        limit: u32,
+        /// Only of this subscription
+        #[arg(long, value_name = "ID")]
+        subscription: Option<i64>,
+    },
+    /// Bring a dead letter back, as a new delivery
+    Requeue { id: i64 },
+    /// Send events of a time range to a subscription again
+    Replay(ReplayArgs),
+    /// Bring secrets over to the first key of [secrets] key, after a new one was put in front
+    Reseal,
+}
+
+#[derive(Debug, Args)]
+pub struct Subscribe {
+    /// Where events are posted; https unless [webhooks] allow_http
+    pub url: String,
+    /// `order.paid`, `order.*` or `*` [default: *]
+    #[arg(long = "event-type", value_name = "TYPE")]
+    pub event_types: Vec<String>,
+    #[arg(long)]
+    pub description: Option<String>,
+    /// Sent with every event: 'Name: value'
+    #[arg(long = "header", value_name = "HEADER")]
+    pub headers: Vec<String>,
+    /// Sign with ed25519 instead of HMAC-SHA256
+    #[arg(long)]
+    pub v1a: bool,
+    #[arg(long, value_name = "N")]
+    pub max_retry_limit: Option<u32>,
+    #[arg(long, value_name = "MS")]
+    pub timeout_ms: Option<u32>,
+    #[arg(long, value_name = "N")]
+    pub rate_per_sec: Option<f64>,
+    #[arg(long, value_name = "N")]
+    pub max_in_flight: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct Publish {
+    /// Like order.paid
+    pub event_type: String,
+    #[arg(long, value_name = "TEXT", conflicts_with = "payload_file")]
+    pub payload: Option<String>,
+    #[arg(long, value_name = "FILE")]
+    pub payload_file: Option<PathBuf>,
+    /// The same again with the same payload is the same event
+    #[arg(long, value_name = "ID")]
+    pub external_id: Option<String>,
+    /// [default: application/json]
+    #[arg(long, value_name = "TYPE")]
+    pub content_type: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    #[arg(long, value_name = "ID")]
+    pub subscription: i64,
+    /// Events from this moment on, like 2026-01-31T00:00:00Z
+    #[arg(long, value_name = "TIME")]
+    pub from: Timestamp,
+    /// and before this one [default: all]
+    #[arg(long, value_name = "TIME")]
+    pub to: Option<Timestamp>,
+    /// [default: what the subscription wants]
+    #[arg(long = "event-type", value_name = "TYPE")]
+    pub event_types: Vec<String>,
+    /// Only events whose latest delivery has this status
+    #[arg(long = "status", value_name = "STATUS")]
+    pub statuses: Vec<String>,
+    /// Only count
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 /// Deliver messages until stopped, or once.

@@ -6,16 +6,25 @@ use std::time::Duration;
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::couriers::{Log, Noop};
 use postrider::{Courier, Outbox};
+use postrider_webhooks::Webhooks;
 
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::output::Output;
 
 /// Where the messages of a lane go.
 #[derive(Clone, PartialEq)]
 pub enum Destination {
-    Http { url: String, timeout: Duration, headers: Vec<(String, String)> },
-    Print { show_payload: bool },
+    Http {
+        url: String,
+        timeout: Duration,
+        headers: Vec<(String, String)>,
+    },
+    Print {
+        show_payload: bool,
+    },
     Nowhere,
+    /// Whoever subscribed.
+    Webhooks,
 }
 
 impl std::fmt::Debug for Destination {
@@ -31,6 +40,7 @@ impl Destination {
             Destination::Http { .. } => "http",
             Destination::Print { .. } => "log",
             Destination::Nowhere => "noop",
+            Destination::Webhooks => "webhook",
         }
     }
 
@@ -52,13 +62,22 @@ impl Destination {
     pub fn check(&self) -> postrider::Result<()> {
         match self {
             Destination::Http { url, timeout, headers } => http(url, *timeout, headers, "any").map(drop),
-            Destination::Print { .. } | Destination::Nowhere => Ok(()),
+            Destination::Print { .. } | Destination::Nowhere | Destination::Webhooks => Ok(()),
         }
     }
 
-    pub async fn courier(&self, outbox: &Outbox, output: Output) -> Result<Arc<dyn Courier>> {
+    pub async fn courier(
+        &self,
+        outbox: &Outbox,
+        webhooks: Option<&Webhooks>,
+        output: Output,
+    ) -> Result<Arc<dyn Courier>> {
         Ok(match self {
             Destination::Nowhere => Arc::new(Noop),
+            Destination::Webhooks => {
+                let missing = || Failure::failed("the lane `webhooks` was not opened");
+                Arc::new(webhooks.ok_or_else(missing)?.courier())
+            }
             // With --json, standard output is for the one document.
             Destination::Print { show_payload } => {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })

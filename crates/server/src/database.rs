@@ -10,7 +10,7 @@ use postrider::{Outbox, stores};
 
 use crate::config::Config;
 use crate::failure::{Failure, Result};
-use crate::schema::MIGRATIONS;
+use crate::schema;
 
 /// Whatever its schema.
 pub async fn open(config: &Config) -> Result<Outbox> {
@@ -21,7 +21,7 @@ pub async fn open(config: &Config) -> Result<Outbox> {
 fn options(config: &Config) -> stores::Options {
     let defaults = stores::Options::default();
     let lease = config.lanes.values().map(|lane| lane.settings.lease).min().unwrap_or(defaults.lease);
-    stores::Options { lease, migrations: MIGRATIONS.to_vec(), ..defaults }
+    stores::Options { lease, migrations: schema::migrations(), ..defaults }
 }
 
 /// Only to look: a SQLite file that is not there is not created, and looks empty.

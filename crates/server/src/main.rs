@@ -15,6 +15,7 @@ mod logs;
 mod loopback;
 mod metrics;
 mod output;
+mod parts;
 mod schema;
 mod secret;
 mod table;

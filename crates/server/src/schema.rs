@@ -2,7 +2,12 @@
 
 use postrider::Migration;
 
-pub const MIGRATIONS: [Migration; 1] = [Migration {
+/// The server's own and those of the parts it serves.
+pub fn migrations() -> Vec<Migration> {
+    MIGRATIONS.into_iter().chain(postrider_webhooks::MIGRATIONS).collect()
+}
+
+const MIGRATIONS: [Migration; 1] = [Migration {
     version: 101,
     name: "V101__tokens",
     sqlite: include_str!("../migrations/sqlite/V101__tokens.sql"),

@@ -57,6 +57,12 @@ struct Shared {
     work: Arc<Notify>,
 }
 
+impl std::fmt::Debug for Reports {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Reports")
+    }
+}
+
 impl Reports {
     pub(crate) fn work(&self) -> Arc<Notify> {
         self.0.work.clone()
@@ -198,7 +204,10 @@ impl WebhookCourier {
             return Ok(Sent::Paused);
         }
         let Some(event) = self.event(job.event_id).await? else { return Ok(Sent::Not("EVENT_GONE")) };
-        Ok(Sent::Tried(self.webhooks.post(&subscription, job.event_id, &event, &message.headers).await))
+        Ok(Sent::Tried({
+            let id = format!("msg_{}_{}", self.webhooks.0.store_id, job.event_id);
+            self.webhooks.post(&subscription, id, &event, &message.headers).await
+        }))
     }
 }
 
@@ -260,12 +269,11 @@ impl Webhooks {
     async fn post(
         &self,
         subscription: &Subscription,
-        event_id: i64,
+        id: String,
         event: &Loaded,
         trace: &[(String, String)],
     ) -> Report {
         let (started_at, tick) = (clock::wall(), Tick::now());
-        let id = format!("msg_{}_{event_id}", self.0.store_id);
         let request = match self.request(subscription, &id, event, trace, started_at) {
             Ok(request) => request,
             Err(code) => return Report::not_sent(code),
@@ -346,7 +354,8 @@ impl Webhooks {
         let Some(subscription) = self.subscription(id).await? else { return Ok(None) };
         let payload = serde_json::json!({ "type": "postrider.test", "subscription_id": id });
         let event = Loaded { payload: payload.to_string().into(), content_type: None, correlation_id: None };
-        let report = self.post(&subscription, 0, &event, &[]).await;
+        let id = format!("test_{:016x}", clock::seed());
+        let report = self.post(&subscription, id, &event, &[]).await;
         Ok(Some(serde_json::json!({
             "success": report.failure.is_none(),
             "error_code": report.failure.as_ref().map(|failure| failure.0.clone()),

@@ -1,36 +1,46 @@
 //! Secrets at rest: ChaCha20-Poly1305 under a key with an id, bound to the table, column and row they belong to. The first
 //! key encrypts, all of them decrypt: a new one is put in front, and `rotate` brings the rows over.
 
+use std::sync::OnceLock;
+
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use postrider::{Error, Result};
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
 
+type Keys = Vec<(String, LessSafeKey)>;
+type Maker = Box<dyn Fn() -> Result<String> + Send + Sync>;
+
 pub struct Keyring {
-    keys: Vec<(String, LessSafeKey)>,
+    keys: OnceLock<Keys>,
+    /// Brings the keys when they are first needed.
+    maker: Option<Maker>,
 }
 
 impl Keyring {
     /// One `id:base64` of 32 bytes a line; the first encrypts.
     pub fn parse(text: &str) -> Result<Keyring> {
-        let wrong = || {
-            Error::invalid(
-                "the key for secrets must be lines of ID:BASE64 with 32 random bytes each; the first one encrypts",
-            )
-        };
-        let mut keys = Vec::new();
-        for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
-            let (id, key) = line.split_once(':').ok_or_else(wrong)?;
-            let id_is_plain = !id.is_empty() && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
-            let bytes = STANDARD.decode(key).map_err(|_| wrong())?;
-            let key = UnboundKey::new(&CHACHA20_POLY1305, &bytes).map_err(|_| wrong())?;
-            if !id_is_plain {
-                return Err(wrong());
-            }
-            keys.push((id.to_owned(), LessSafeKey::new(key)));
+        Ok(Keyring { keys: OnceLock::from(parse(text)?), maker: None })
+    }
+
+    /// Asks for the text of the keys when they are first needed.
+    pub fn on_demand(maker: Maker) -> Keyring {
+        Keyring { keys: OnceLock::new(), maker: Some(maker) }
+    }
+
+    /// Without a key: nothing can be sealed or opened.
+    pub fn none() -> Keyring {
+        Keyring { keys: OnceLock::from(vec![]), maker: None }
+    }
+
+    fn keys(&self) -> Result<&Keys> {
+        if let Some(keys) = self.keys.get() {
+            return Ok(keys);
         }
-        if keys.is_empty() { Err(wrong()) } else { Ok(Keyring { keys }) }
+        let text = self.maker.as_ref().map_or(Ok(String::new()), |maker| maker())?;
+        let keys = parse(&text)?;
+        Ok(self.keys.get_or_init(|| keys))
     }
 
     /// The text of a new key.
@@ -42,7 +52,9 @@ impl Keyring {
 
     /// `place` is where it is kept: table, column and row.
     pub fn seal(&self, place: &str, text: &str) -> Result<String> {
-        let (id, key) = &self.keys[0];
+        let missing =
+            "there is no key for secrets at rest; write where it is kept: [secrets] key = \"file:postrider.key\"";
+        let (id, key) = self.keys()?.first().ok_or_else(|| Error::invalid(missing))?;
         let mut nonce = [0; NONCE_LEN];
         let failed = || Error::invalid("a secret could not be encrypted");
         SystemRandom::new().fill(&mut nonce).map_err(|_| failed())?;
@@ -58,7 +70,7 @@ impl Keyring {
         let (Some("v1"), Some(id), Some(text)) = (parts.next(), parts.next(), parts.next()) else {
             return Err(wrong("it is not as we write it"));
         };
-        let key = self.keys.iter().find(|key| key.0 == id);
+        let key = self.keys()?.iter().find(|key| key.0 == id);
         let (_, key) = key.ok_or_else(|| wrong(&format!("its key `{id}` is not among those of [secrets] key")))?;
         let mut bytes = STANDARD.decode(text).map_err(|_| wrong("it is no base64"))?;
         if bytes.len() < NONCE_LEN {
@@ -73,8 +85,29 @@ impl Keyring {
 
     /// Was this sealed with another key than the first?
     pub fn is_old(&self, sealed: &str) -> bool {
-        sealed.split(':').nth(1) != Some(self.keys[0].0.as_str())
+        let first = self.keys().ok().and_then(|keys| keys.first());
+        sealed.split(':').nth(1) != first.map(|key| key.0.as_str())
     }
+}
+
+fn parse(text: &str) -> Result<Keys> {
+    let wrong = || {
+        Error::invalid(
+            "the key for secrets must be lines of ID:BASE64 with 32 random bytes each; the first one encrypts",
+        )
+    };
+    let mut keys = Vec::new();
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let (id, key) = line.split_once(':').ok_or_else(wrong)?;
+        let id_is_plain = !id.is_empty() && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+        let bytes = STANDARD.decode(key).map_err(|_| wrong())?;
+        let key = UnboundKey::new(&CHACHA20_POLY1305, &bytes).map_err(|_| wrong())?;
+        if !id_is_plain {
+            return Err(wrong());
+        }
+        keys.push((id.to_owned(), LessSafeKey::new(key)));
+    }
+    if keys.is_empty() { Err(wrong()) } else { Ok(keys) }
 }
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ use hyper_util::rt::TokioIo;
 use postrider::clock::Tick;
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::{Courier, Message, Outbox, Outcome};
+use postrider_webhooks::keyring::Keyring;
+use postrider_webhooks::{Reports, Webhooks};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -100,7 +102,9 @@ async fn in_process(outbox: &Outbox, messages: usize, payload_bytes: usize) -> R
 async fn over_http(outbox: &Outbox, messages: usize, payload_bytes: usize) -> Result<(f64, Vec<Duration>)> {
     let listener = TcpListener::bind("127.0.0.1:0").await.map_err(fail)?;
     let address = listener.local_addr().map_err(fail)?;
-    let app = App::new(outbox.clone(), false, Arc::new(Meters::new()));
+    let (settings, keyring) = (postrider_webhooks::Settings::default(), Keyring::none());
+    let webhooks = Webhooks::new(outbox.clone(), settings, keyring, Reports::default(), None).await?;
+    let app = App::new(outbox.clone(), webhooks, false, Arc::new(Meters::new()));
     let router = http::router(&app);
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let server = tokio::spawn(async move {

@@ -160,7 +160,8 @@ pub async fn outbox(url: &str) -> Result<Outbox> {
 
 pub async fn outbox_with(url: &str, rules: LaneRules) -> Result<Outbox> {
     let lanes = Lanes::new().with(LANE, LaneRules { max_payload_bytes: 16 << 20, ..rules });
-    Ok(Outbox::new(stores::open(url, lanes, Options::default()).await?))
+    let options = Options { migrations: crate::schema::migrations(), ..Options::default() };
+    Ok(Outbox::new(stores::open(url, lanes, options).await?))
 }
 
 /// A plain message of this size, as an application would write it.

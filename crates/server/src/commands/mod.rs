@@ -7,6 +7,7 @@ mod ndjson;
 mod outbox;
 mod serve;
 mod token;
+mod webhooks;
 mod worker;
 
 use std::process::ExitCode;
@@ -63,6 +64,7 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
         Command::Migrate(args) => migrate::run(&config()?, args, output).await,
         Command::Enqueue(args) => enqueue::run(&config()?, args, output).await,
         Command::Serve(args) => serve::run(&config()?, args, output).await,
+        Command::Webhooks(args) => webhooks::run(&config()?, args, output).await,
         Command::Token(args) => token::run(&config()?, args, output).await,
         Command::Config(args) => config::run(&config()?, &args, output),
         Command::Worker(args) => worker::run(&mut config()?, args, output).await,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use postrider::Outbox;
 use postrider::worker::Report;
 use postrider::worker::core::Tally;
+use postrider_webhooks::{LANE, Webhooks};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -15,6 +16,7 @@ use crate::config::{Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
+use crate::parts;
 use crate::table::Table;
 use crate::traces::Traces;
 
@@ -33,7 +35,9 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
     let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
-    let mut worker = build(config, &outbox, &lanes, output, traces.as_ref()).await?;
+    let webhooks = parts::webhooks(config, &outbox).await?;
+    let mut worker = build(config, &outbox, &webhooks, &lanes, output, traces.as_ref()).await?;
+    let orchestrates = lanes.iter().any(|(name, _)| *name == LANE);
     if let Some(traces) = &traces {
         worker = worker.observer(traces.clone());
     }
@@ -47,7 +51,20 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     announce(config, &args, &lanes);
     let report: Report = if config.enabled {
         let watch = if args.once { None } else { alerts::watch(config, &outbox) };
+        if args.once && orchestrates {
+            while webhooks.pass().await? > 0 {}
+        }
+        let (stop, stopped) = tokio::sync::watch::channel(false);
+        let orchestrator = (orchestrates && !args.once).then(|| orchestrate(&webhooks, stopped));
         let report = worker.run(shutdown).await;
+        let _ = stop.send(true);
+        if let Some(orchestrator) = orchestrator {
+            let _ = orchestrator.await;
+        }
+        if orchestrates {
+            // What was delivered last is applied too.
+            while webhooks.pass().await? > 0 {}
+        }
         if let Some(watch) = watch {
             watch.abort();
         }
@@ -69,17 +86,27 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
 pub async fn build(
     config: &Config,
     outbox: &Outbox,
+    webhooks: &Webhooks,
     lanes: &[(&str, &Lane)],
     output: Output,
     traces: Option<&Arc<Traces>>,
 ) -> Result<postrider::Worker> {
     let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
     for (_, lane) in lanes {
-        let courier = lane.destination.courier(outbox, output).await?;
+        let courier = lane.destination.courier(outbox, Some(webhooks), output).await?;
         let courier = traces.map_or(courier.clone(), |traces| traces.around(courier));
         worker = worker.lane_with(lane.settings.clone(), courier);
     }
     Ok(worker)
+}
+
+/// Moves sagas until told to stop.
+pub fn orchestrate(
+    webhooks: &Webhooks,
+    mut stopped: tokio::sync::watch::Receiver<bool>,
+) -> tokio::task::JoinHandle<()> {
+    let webhooks = webhooks.clone();
+    tokio::spawn(async move { webhooks.orchestrate(async move { drop(stopped.wait_for(|stop| *stop).await) }).await })
 }
 
 fn chosen<'a>(config: &'a Config, args: &Worker) -> Result<Vec<(&'a str, &'a Lane)>> {

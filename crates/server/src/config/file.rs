@@ -29,6 +29,10 @@ macro_rules! file {
             #[serde(default)]
             pub telemetry: TelemetryKeys,
             pub alerts: Option<Spanned<AlertKeys>>,
+            #[serde(default)]
+            pub webhooks: WebhookKeys,
+            #[serde(default)]
+            pub secrets: SecretKeys,
             $($later: Option<Spanned<IgnoredAny>>,)*
         }
 
@@ -40,7 +44,7 @@ macro_rules! file {
         }
     };
 }
-file!(webhooks, orders, memory, gate, secrets, store, verify);
+file!(orders, memory, gate, store, verify);
 
 /// `[auth]`.
 #[derive(Debug, Default, Deserialize)]
@@ -76,6 +80,30 @@ pub struct TelemetryKeys {
     pub otlp_endpoint: Option<String>,
 }
 
+/// `[webhooks]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [webhooks]")]
+pub struct WebhookKeys {
+    pub max_retry_limit: Option<Count<1000>>,
+    pub base_delay_sec: Option<Seconds<1>>,
+    pub jitter: Option<Spanned<f64>>,
+    pub timeout_ms: Option<Count<120_000>>,
+    pub allow_http: Option<bool>,
+    #[serde(default)]
+    pub allow_cidrs: Vec<Spanned<String>>,
+    #[serde(default)]
+    pub dns_servers: Vec<Spanned<String>>,
+    pub retention: Option<Span>,
+    pub disable_after: Option<Span>,
+}
+
+/// `[secrets]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [secrets]")]
+pub struct SecretKeys {
+    pub key: Option<Spanned<String>>,
+}
+
 /// `[alerts]`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "the section [alerts]")]
@@ -104,7 +132,7 @@ pub struct OutboxKeys {
 }
 
 /// `[lane.NAME]`.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a section [lane.NAME]")]
 pub struct LaneKeys {
     pub courier: Option<CourierName>,

@@ -15,9 +15,11 @@ use postrider::backoff::Backoff;
 use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
+use postrider_webhooks::guard::Policy;
+use postrider_webhooks::{LANE, Reports, Settings, lane_rules};
 
 pub use self::file::AuthMode;
-use self::file::{AlertKeys, CourierName, File, LaneKeys};
+use self::file::{AlertKeys, CourierName, File, LaneKeys, WebhookKeys};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
@@ -30,7 +32,8 @@ const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOS
 /// Lanes of parts that are still to come.
 /// The lane alerts go through, where `[alerts]` is configured.
 pub const ALERTS: &str = "alerts";
-const PEERS: [&str; 3] = ["webhooks", "orders", "memory"];
+const PEERS: [&str; 2] = ["orders", "memory"];
+const DEFAULT_KEY: &str = "file:postrider.key";
 
 /// All that the commands need to know.
 #[derive(Debug)]
@@ -42,6 +45,11 @@ pub struct Config {
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<String>,
     pub alerts: Option<AlertRules>,
+    pub webhooks: Settings,
+    /// What webhook couriers saw, until the store writes it.
+    pub reports: Reports,
+    /// Where the key for secrets at rest is kept.
+    pub secrets_key: String,
     pub enabled: bool,
     pub drain: Duration,
     pub lanes: BTreeMap<String, Lane>,
@@ -209,6 +217,22 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         let keys = LaneKeys::default();
         lanes.insert("log".to_owned(), lane(&place, "log", 0..0, &keys, &common, &environment.tuning)?);
     }
+    let webhooks = webhooks(&place, &file.webhooks)?;
+    let reports = Reports::default();
+    if !lanes.contains_key(LANE) {
+        lanes.insert(LANE.to_owned(), webhook_lane(&place, 0..0, &LaneKeys::default(), &common, &environment.tuning)?);
+    }
+    if let Some(lane) = lanes.get_mut(LANE) {
+        lane.rules = lane_rules(&reports);
+    }
+    let secrets_key = match &file.secrets.key {
+        None => DEFAULT_KEY.to_owned(),
+        Some(key) if secret::is_reference(key.get_ref()) => key.get_ref().clone(),
+        Some(key) => {
+            let what = "key must not stand here in plain text; write where it is kept: \"file:PATH\", \"env:NAME\" or \"exec:COMMAND\"";
+            return Err(place.wrong(key.span(), what));
+        }
+    };
     let alerts = match &file.alerts {
         None => None,
         Some(keys) => {
@@ -232,10 +256,72 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         log: file.telemetry.log,
         otlp_endpoint,
         alerts,
+        webhooks,
+        reports,
+        secrets_key,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
     })
+}
+
+/// `[webhooks]`.
+fn webhooks(place: &Place, keys: &WebhookKeys) -> Result<Settings> {
+    let usual = Settings::default();
+    let jitter = match &keys.jitter {
+        Some(jitter) if !(0.0..=1.0).contains(jitter.get_ref()) => {
+            return Err(place.wrong(jitter.span(), "jitter must be from 0.0 to 1.0"));
+        }
+        jitter => jitter.as_ref().map_or(usual.jitter, |jitter| *jitter.get_ref()),
+    };
+    let range = |text: &toml::Spanned<String>| text.get_ref().parse().map_err(|e: String| place.wrong(text.span(), e));
+    let server = |text: &toml::Spanned<String>| {
+        let what = "write a name server's address and port, like \"10.0.0.2:53\"";
+        text.get_ref().parse().map_err(|_| place.wrong(text.span(), what))
+    };
+    Ok(Settings {
+        max_retry_limit: keys.max_retry_limit.map_or(usual.max_retry_limit, |n| n.0),
+        base_delay: keys.base_delay_sec.map_or(usual.base_delay, |s| s.0),
+        jitter,
+        timeout: keys.timeout_ms.map_or(usual.timeout, |ms| Duration::from_millis(ms.0.into())),
+        policy: Policy {
+            allow_http: keys.allow_http.unwrap_or(false),
+            allow_cidrs: keys.allow_cidrs.iter().map(range).collect::<Result<_>>()?,
+        },
+        dns: keys.dns_servers.iter().map(server).collect::<Result<_>>()?,
+        retention: keys.retention.map_or(usual.retention, |s| s.0),
+        disable_after: keys.disable_after.map_or(usual.disable_after, |s| s.0),
+    })
+}
+
+/// `[lane.webhooks]`: retries, retention and destination are not its business.
+fn webhook_lane(
+    place: &Place,
+    at: Range<usize>,
+    keys: &LaneKeys,
+    common: &Tuning,
+    environment: &Tuning,
+) -> Result<Lane> {
+    let allowed = LaneKeys {
+        concurrency: keys.concurrency,
+        batch: keys.batch,
+        poll_interval_sec: keys.poll_interval_sec,
+        lock_lease_sec: keys.lock_lease_sec,
+        max_age: keys.max_age,
+        ..LaneKeys::default()
+    };
+    if *keys != allowed {
+        let what = "[lane.webhooks] takes only concurrency, batch, poll_interval_sec, lock_lease_sec and max_age; retries are set in [webhooks]";
+        return Err(place.wrong(at, what));
+    }
+    let mut settings = LaneSettings::new(LANE);
+    for tuning in [common, &Tuning::from(keys), environment] {
+        tuning.apply(&mut settings);
+    }
+    // One job is one attempt; the saga decides about the next.
+    settings.budgets.max_attempts = 1;
+    let max_age = keys.max_age.map(|span| span.0);
+    Ok(Lane { rules: LaneRules::default(), settings, destination: Destination::Webhooks, max_age })
 }
 
 fn lane(
@@ -251,6 +337,9 @@ fn lane(
             "[lane.{name}] is for a part that this version of postrider does not have yet; take it out or choose another name"
         );
         return Err(place.wrong(at, what));
+    }
+    if name == LANE {
+        return webhook_lane(place, at, keys, common, environment);
     }
     if name == ALERTS {
         let what = "the lane `alerts` is Postrider's own; say where alerts go in [alerts], or choose another name";

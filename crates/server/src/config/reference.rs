@@ -83,6 +83,38 @@ const SECTIONS: &[Section] = &[
         ],
     },
     Section {
+        name: "webhooks",
+        about: "How events are delivered to subscriptions, unless one says otherwise. `[lane.webhooks]` takes only `concurrency`, `batch`, `poll_interval_sec`, `lock_lease_sec` and `max_age`.",
+        keys: &[
+            Key("max_retry_limit", "`5`", "Attempts in all."),
+            Key("base_delay_sec", "`30`", "The wait after the first failure; it doubles."),
+            Key("jitter", "`0.0`", "Spreads waits by this part, up and down."),
+            Key("timeout_ms", "`15000`", "For one attempt, from DNS to the last byte."),
+            Key("allow_http", "`false`", "Take `http://` URLs too."),
+            Key(
+                "allow_cidrs",
+                "`[]`",
+                "Ranges of private addresses that may be sent to, like `[\"10.0.0.0/8\"]`. Cloud metadata stays closed.",
+            ),
+            Key("dns_servers", "the system's", "Name servers to ask instead, like `[\"10.0.0.2:53\"]`."),
+            Key("retention", "`\"30d\"`", "How long ended deliveries, their attempts and events are kept."),
+            Key(
+                "disable_after",
+                "`\"5d\"`",
+                "A subscription that has only failed for so long is disabled, with an alert; `\"0\"`: never.",
+            ),
+        ],
+    },
+    Section {
+        name: "secrets",
+        about: "Secrets of subscriptions are encrypted in the database.",
+        keys: &[Key(
+            "key",
+            "`\"file:postrider.key\"`",
+            "Where the key is kept: lines of `ID:BASE64` (32 bytes each), the first encrypts. A file that is not there is made. To rotate, put a new line in front and run `postrider webhooks reseal`.",
+        )],
+    },
+    Section {
         name: "auth",
         about: "Who may use the API.",
         keys: &[Key(
@@ -187,7 +219,7 @@ mod tests {
         }
     }
 
-    const LATER: [&str; 7] = ["webhooks", "orders", "memory", "gate", "secrets", "store", "verify"];
+    const LATER: [&str; 5] = ["orders", "memory", "gate", "store", "verify"];
 
     #[test]
     fn the_documentation_is_this_page() {

@@ -21,7 +21,7 @@ fn refusal(text: &str) -> String {
 #[test]
 fn without_a_file_there_is_the_lane_log() {
     let config = config("");
-    assert_eq!(config.lanes.keys().collect::<Vec<_>>(), ["log"]);
+    assert_eq!(config.lanes.keys().collect::<Vec<_>>(), ["log", "webhooks"]);
     let log = &config.lanes["log"].settings;
     assert_eq!((log.concurrency, log.batch, log.lease), (64, 256, Duration::from_secs(60)));
     assert!(config.enabled);
@@ -147,8 +147,8 @@ fn nonsense_is_refused_with_line_and_remedy() {
         ("x = 1".into(), "postrider.toml:1: unknown key `x`"),
         ("listen = \"here\"".into(), "postrider.toml:1: listen must be an address"),
         (
-            "\n\n[webhooks]\nmax_retry_limit = 5".into(),
-            "postrider.toml:3: [webhooks] is for a part that this version of postrider does not have yet",
+            "\n\n[memory]\ntimeout_ms = 5".into(),
+            "postrider.toml:3: [memory] is for a part that this version of postrider does not have yet",
         ),
         ("[[store]]\nshards = [0]".into(), "[store] is for a part"),
         ("database = ".into(), "postrider.toml:1: "),

@@ -82,7 +82,7 @@ async fn worker(outbox: &Outbox, receiver: &Receiver, output: Output) -> Result<
     settings.poll = Duration::from_millis(100);
     settings.budgets.backoff = Backoff::Table([200, 400, 800].map(Duration::from_millis).to_vec());
     let destination = Destination::Http { url: receiver.url.clone(), timeout: Duration::from_secs(5), headers: vec![] };
-    let courier: Arc<_> = destination.courier(outbox, output).await?;
+    let courier: Arc<_> = destination.courier(outbox, None, output).await?;
     Ok(Worker::new(outbox.clone()).lane_with(settings, courier).drain(Duration::from_secs(2)))
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Request, State};
+use axum::extract::{Extension, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -94,6 +94,14 @@ fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
     let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host);
     if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
+}
+
+/// Webhook routes are for tokens of that lane, or of none.
+pub async fn webhooks_lane(Extension(caller): Extension<Caller>, request: Request, next: Next) -> Response {
+    match caller.may_use(postrider_webhooks::LANE) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refusal.into_response(),
+    }
 }
 
 /// For `from_fn_with_state`: the scope is part of the state.

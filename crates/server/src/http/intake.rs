@@ -1,50 +1,58 @@
-//! Group commit: messages that arrive together, each in a request of its own, share a transaction.
+//! Group commit: what arrives together, each in a request of its own, shares a transaction.
 //!
-//! While one transaction is under way, the next one gathers. Each message gets its own answer, and one that cannot be
+//! While one transaction is under way, the next one gathers. Each entry gets its own answer, and one that cannot be
 //! written harms no other.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::error::Effect;
-use postrider::{Entry, Error, NewMessage, Outbox};
+use postrider::Error;
+use postrider::error::{Class, Effect, Kind};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// Messages and bytes of one transaction.
-const MESSAGES: usize = 500;
+/// Entries and bytes of one transaction.
+const ENTRIES: usize = 500;
 const BYTES: usize = 4 << 20;
-/// Messages that may wait; beyond it requests wait for their turn.
+/// Entries that may wait; beyond it requests wait for their turn.
 const WAITING: usize = 10_000;
 /// Transactions under way at once.
 const UNDER_WAY: usize = 2;
 
-type Answer = postrider::Result<Entry>;
-type Waiting = (NewMessage, oneshot::Sender<Answer>);
+type Answer<R> = postrider::Result<R>;
+type Waiting<T, R> = (T, oneshot::Sender<Answer<R>>);
+type Writing<R> = Pin<Box<dyn Future<Output = Answer<Vec<R>>> + Send>>;
 
-#[derive(Clone)]
-pub struct Intake {
-    queue: mpsc::Sender<Waiting>,
+/// How entries of one kind are written.
+pub struct Ways<T, R> {
+    /// All of them in one transaction, answered in order.
+    pub write: Box<dyn Fn(Vec<T>) -> Writing<R> + Send + Sync>,
+    pub bytes: fn(&T) -> usize,
+    /// The same again is harmless: it has a key.
+    pub repeatable: fn(&T) -> bool,
+}
+
+pub struct Intake<T, R> {
+    queue: mpsc::Sender<Waiting<T, R>>,
     patience: Duration,
 }
 
-impl Intake {
-    /// Works until the last handle is gone.
-    pub fn start(outbox: Outbox, patience: Duration) -> Self {
+impl<T: Clone + Send + 'static, R: Send + 'static> Intake<T, R> {
+    /// Works until it is dropped.
+    pub fn start(ways: Ways<T, R>, patience: Duration) -> Self {
         let (queue, waiting) = mpsc::channel(WAITING);
-        tokio::spawn(gather(outbox, waiting));
+        tokio::spawn(gather(Arc::new(ways), waiting));
         Intake { queue, patience }
     }
 
-    /// Answers once the message is committed.
-    pub async fn enqueue(&self, message: NewMessage) -> Answer {
+    /// Answers once the entry is committed.
+    pub async fn put(&self, entry: T) -> Answer<R> {
         let (reply, answer) = oneshot::channel();
-        let gone = || Error::new(postrider::error::Kind::Unavailable, "the server is shutting down");
-        let late = |effect| Error {
-            kind: postrider::error::Kind::Timeout,
-            effect,
-            message: "the database did not answer in time".to_owned(),
-        };
-        let queued = tokio::time::timeout(self.patience, self.queue.send((message, reply))).await;
+        let gone = || Error::new(Kind::Unavailable, "the server is shutting down");
+        let late =
+            |effect| Error { kind: Kind::Timeout, effect, message: "the database did not answer in time".to_owned() };
+        let queued = tokio::time::timeout(self.patience, self.queue.send((entry, reply))).await;
         queued.map_err(|_| late(Effect::NotApplied))?.map_err(|_| gone())?;
         // From here on it may be written without our hearing of it.
         let answered = tokio::time::timeout(self.patience, answer).await;
@@ -52,38 +60,41 @@ impl Intake {
     }
 }
 
-async fn gather(outbox: Outbox, mut waiting: mpsc::Receiver<Waiting>) {
+async fn gather<T: Clone + Send + 'static, R: Send + 'static>(
+    ways: Arc<Ways<T, R>>,
+    mut waiting: mpsc::Receiver<Waiting<T, R>>,
+) {
     let slots = Arc::new(Semaphore::new(UNDER_WAY));
     while let Some(first) = waiting.recv().await {
         let Ok(slot) = slots.clone().acquire_owned().await else { return };
-        let mut bytes = first.0.payload.len();
+        let mut bytes = (ways.bytes)(&first.0);
         let mut batch = vec![first];
-        while batch.len() < MESSAGES && bytes < BYTES {
+        while batch.len() < ENTRIES && bytes < BYTES {
             let Ok(next) = waiting.try_recv() else { break };
-            bytes += next.0.payload.len();
+            bytes += (ways.bytes)(&next.0);
             batch.push(next);
         }
-        let outbox = outbox.clone();
+        let ways = ways.clone();
         tokio::spawn(async move {
             let _slot = slot;
-            write(&outbox, batch).await;
+            write(&ways, batch).await;
         });
     }
 }
 
-async fn write(outbox: &Outbox, batch: Vec<Waiting>) {
-    let (messages, replies): (Vec<NewMessage>, Vec<oneshot::Sender<Answer>>) = batch.into_iter().unzip();
-    match outbox.enqueue(messages.clone()).await {
-        Ok(entries) => replies.into_iter().zip(entries).for_each(|(reply, entry)| drop(reply.send(Ok(entry)))),
+async fn write<T: Clone, R>(ways: &Ways<T, R>, batch: Vec<Waiting<T, R>>) {
+    let (entries, replies): (Vec<T>, Vec<oneshot::Sender<Answer<R>>>) = batch.into_iter().unzip();
+    match (ways.write)(entries.clone()).await {
+        Ok(answers) => replies.into_iter().zip(answers).for_each(|(reply, answer)| drop(reply.send(Ok(answer)))),
         // Something is wrong with one of them, or was with all: each alone, unless it may have been written.
         Err(error) => {
-            let alone = messages.len() == 1;
-            for (message, reply) in messages.into_iter().zip(replies) {
-                let again = !alone && (error.effect == Effect::NotApplied || message.key.is_some());
-                let retryable = error.class() != postrider::error::Class::Retryable;
-                let answer = if again && retryable {
-                    outbox.enqueue(vec![message]).await.and_then(|entries| {
-                        entries.first().copied().ok_or_else(|| Error::database("a message without an answer"))
+            let alone = entries.len() == 1;
+            for (entry, reply) in entries.into_iter().zip(replies) {
+                let again = !alone && (error.effect == Effect::NotApplied || (ways.repeatable)(&entry));
+                let answer = if again && error.class() != Class::Retryable {
+                    let answers = (ways.write)(vec![entry]).await;
+                    answers.and_then(|answers| {
+                        answers.into_iter().next().ok_or_else(|| Error::database("an entry without an answer"))
                     })
                 } else {
                     Err(error.clone())

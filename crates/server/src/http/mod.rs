@@ -7,6 +7,7 @@ mod health;
 mod intake;
 mod outbox;
 mod reference;
+mod webhooks;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,14 +17,15 @@ use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
-use postrider::{Outbox, clock};
+use postrider::{Entry, NewMessage, Outbox, clock};
+use postrider_webhooks::{NewEvent, Published, Webhooks};
 use utoipa::OpenApi;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use self::error::Refusal;
-use self::intake::Intake;
+use self::intake::{Intake, Ways};
 use crate::metrics;
 use crate::tokens::{Scope, Tokens};
 
@@ -42,14 +44,41 @@ pub struct App {
     pub tokens: Tokens,
     pub tokens_required: bool,
     pub meters: metrics::Shared,
-    intake: Intake,
+    pub webhooks: Webhooks,
+    messages: Intake<NewMessage, Entry>,
+    events: Intake<NewEvent, Published>,
 }
 
 impl App {
-    pub fn new(outbox: Outbox, tokens_required: bool, meters: metrics::Shared) -> Arc<Self> {
+    pub fn new(outbox: Outbox, webhooks: Webhooks, tokens_required: bool, meters: metrics::Shared) -> Arc<Self> {
         // A little less than the request has, so that the answer is still heard.
-        let intake = Intake::start(outbox.clone(), DEADLINE - Duration::from_secs(2));
-        Arc::new(App { tokens: Tokens::new(outbox.clone()), outbox, tokens_required, meters, intake })
+        let patience = DEADLINE - Duration::from_secs(2);
+        let (queue, hooks) = (outbox.clone(), webhooks.clone());
+        let messages = Ways {
+            write: Box::new(move |messages| {
+                let queue = queue.clone();
+                Box::pin(async move { queue.enqueue(messages).await })
+            }),
+            bytes: |message: &NewMessage| message.payload.len(),
+            repeatable: |message| message.key.is_some(),
+        };
+        let events = Ways {
+            write: Box::new(move |events| {
+                let hooks = hooks.clone();
+                Box::pin(async move { hooks.publish(events).await })
+            }),
+            bytes: |event: &NewEvent| event.payload.len(),
+            repeatable: |event| event.external_id.is_some(),
+        };
+        Arc::new(App {
+            tokens: Tokens::new(outbox.clone()),
+            outbox,
+            webhooks,
+            tokens_required,
+            meters,
+            messages: Intake::start(messages, patience),
+            events: Intake::start(events, patience),
+        })
     }
 }
 
@@ -58,6 +87,7 @@ impl App {
     info(title = "Postrider", description = "Delivers what a database has promised."),
     tags(
         (name = "outbox", description = "Messages: write, look, bring back"),
+        (name = "webhooks", description = "Events, subscriptions, deliveries"),
         (name = "lanes", description = "Lanes: hold and let go"),
         (name = "server", description = "The server itself"),
     )
@@ -69,9 +99,16 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     let group = |scope: Scope, routes: OpenApiRouter<Arc<App>>| {
         routes.layer(from_fn_with_state((app.clone(), scope), auth::guard))
     };
+    // A token for one lane has no business with another's routes.
+    let hooks =
+        |scope: Scope, routes: OpenApiRouter<Arc<App>>| group(scope, routes.layer(from_fn(auth::webhooks_lane)));
     let enqueue = group(
         Scope::Enqueue,
         OpenApiRouter::new().routes(routes!(outbox::enqueue)).routes(routes!(outbox::enqueue_batch)),
+    );
+    let publish = hooks(
+        Scope::Enqueue,
+        OpenApiRouter::new().routes(routes!(webhooks::publish)).routes(routes!(webhooks::publish_batch)),
     );
     let read = group(
         Scope::Read,
@@ -80,6 +117,18 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
             .routes(routes!(outbox::show))
             .routes(routes!(health::metrics)),
     );
+    let look = hooks(
+        Scope::Read,
+        OpenApiRouter::new()
+            .routes(routes!(webhooks::subscriptions))
+            .routes(routes!(webhooks::subscription))
+            .routes(routes!(webhooks::events))
+            .routes(routes!(webhooks::event_shown))
+            .routes(routes!(webhooks::sagas))
+            .routes(routes!(webhooks::saga))
+            .routes(routes!(webhooks::dead_letters))
+            .routes(routes!(webhooks::replay_shown)),
+    );
     let operate = group(
         Scope::Operate,
         OpenApiRouter::new()
@@ -87,11 +136,29 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
             .routes(routes!(outbox::pause))
             .routes(routes!(outbox::resume)),
     );
+    let manage = hooks(
+        Scope::Operate,
+        OpenApiRouter::new()
+            .routes(routes!(webhooks::subscribe))
+            .routes(routes!(webhooks::change))
+            .routes(routes!(webhooks::unsubscribe))
+            .routes(routes!(webhooks::pause))
+            .routes(routes!(webhooks::resume))
+            .routes(routes!(webhooks::rotate_secret))
+            .routes(routes!(webhooks::test))
+            .routes(routes!(webhooks::requeue))
+            .routes(routes!(webhooks::requeue_many))
+            .routes(routes!(webhooks::replay))
+            .routes(routes!(webhooks::replay_cancelled)),
+    );
     let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz));
     OpenApiRouter::with_openapi(Description::openapi())
         .merge(enqueue)
+        .merge(publish)
         .merge(read)
+        .merge(look)
         .merge(operate)
+        .merge(manage)
         .merge(open)
         .with_state(app.clone())
 }

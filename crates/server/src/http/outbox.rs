@@ -77,7 +77,7 @@ fn id_of(path: Result<Path<String>, PathRejection>) -> Result<i64, Refusal> {
     text.parse().map_err(|_| Refusal::invalid(format!("`{text}` is no message id; ids are whole numbers")))
 }
 
-fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
+pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
     let Some(value) = headers.get(name) else { return Ok(None) };
     let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
     text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
@@ -148,7 +148,7 @@ pub async fn enqueue(
     caller.may_use(&lane)?;
     app.outbox.lanes().get(&lane)?;
     let message = checked(&app, message(&lane, &headers, body?)?)?;
-    let entry = app.intake.enqueue(message).await?;
+    let entry = app.messages.put(message).await?;
     match entry.outcome {
         Enqueued::Created => Ok((StatusCode::CREATED, Json(entry.into()))),
         Enqueued::Exists => Ok((StatusCode::OK, Json(entry.into()))),
