@@ -1,6 +1,5 @@
 //! A fresh database per test on each store, with webhooks on it, a worker and an orchestrator where they are wanted.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -171,9 +170,4 @@ pub async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
         assert!(tokio::time::Instant::now() < limit, "waited in vain until {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-}
-
-/// Keeps clippy from asking for a name: a future that is awaited in place.
-pub async fn all<F: Future<Output = ()>>(futures: impl IntoIterator<Item = F>) {
-    futures_util::future::join_all(futures).await;
 }

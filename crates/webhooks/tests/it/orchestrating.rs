@@ -1,1 +1,293 @@
-//! (to come)
+//! The orchestrator: results count once, limits hold, the dead come back as new sagas, and what has ended stays as it is.
+
+use std::time::{Duration, Instant};
+
+use postrider_webhooks::{DeadLetterFilter, NewEvent, NewReplay, Requeued};
+
+use crate::harness::{Home, on_every_store, open, settings, wait_until, work};
+use crate::receiver::{Receiver, status_line};
+
+on_every_store!(
+    a_result_that_comes_twice_changes_nothing,
+    the_dead_come_back_as_a_new_generation,
+    ended_sagas_events_and_attempts_refuse_raw_sql,
+    one_live_job_per_saga,
+    a_rate_holds_and_burns_no_attempts,
+    only_so_many_are_in_flight,
+    several_orchestrators_and_workers_share_the_work,
+    a_replay_sends_again_what_it_is_asked_to,
+    what_asks_for_time_gets_it,
+    a_deleted_subscription_ends_what_waits,
+    what_is_old_is_pruned,
+    one_that_only_fails_is_disabled,
+);
+
+async fn a_result_that_comes_twice_changes_nothing(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    home.subscribe_with(&receiver.url, &["*"], |s| s.retry_schedule_sec = Some(vec![3600.0])).await;
+    let (_, sagas) = home.publish("a", "x").await;
+    let working = home.work();
+    home.ends(sagas[0], "PendingRetry").await;
+    drop(working);
+    let job = home.rows("SELECT job_id FROM webhook_attempts").await[0].int(0).unwrap();
+    let now = if home.url.starts_with("sqlite") { "1" } else { "CURRENT_TIMESTAMP" };
+    for (attempt, success) in [(1, 0), (1, 1), (2, 1), (2, 0)] {
+        let sql = format!(
+            "INSERT INTO webhook_results (job_id, saga_id, attempt, success, error_code, at) VALUES ({job}, {}, {attempt}, {success}, 'HTTP_418', {now})",
+            sagas[0]
+        );
+        home.rows(&sql).await;
+        home.webhooks.pass().await.unwrap();
+        let (saga, ..) = home.webhooks.saga(sagas[0]).await.unwrap().unwrap();
+        let seen = (saga.status.as_str(), saga.attempt_count, saga.final_error_code.as_deref());
+        assert_eq!(seen, ("PendingRetry", 1, Some("HTTP_500")), "result of attempt {attempt}, success {success}");
+        assert_eq!(home.count("webhook_results").await, 0, "it is taken away all the same");
+    }
+    assert_eq!(home.count("dead_letters").await, 0);
+}
+
+async fn the_dead_come_back_as_a_new_generation(home: Home) {
+    let receiver = Receiver::start(|_, nth| status_line(if nth < 3 { 500 } else { 200 }, "")).await;
+    let (subscription, _) = home.subscribe(&receiver.url, &["*"]).await;
+    let _working = home.work();
+    let (event, sagas) = home.publish("a", "x").await;
+    home.ends(sagas[0], "DeadLettered").await;
+    let before = home.rows("SELECT updated_at, attempt_count FROM webhook_delivery_sagas").await;
+    let letter = home.webhooks.dead_letters(DeadLetterFilter::default(), None, 10).await.unwrap().items.remove(0);
+    let (a, b) = tokio::join!(home.webhooks.requeue(letter.id), home.webhooks.requeue(letter.id));
+    let id = |r| match r {
+        Requeued::Created(id) | Requeued::Exists(id) => id,
+        other => panic!("{other:?}"),
+    };
+    let (a, b) = (id(a.unwrap()), id(b.unwrap()));
+    assert_eq!(a, b, "asked twice, the same saga");
+    home.ends(a, "Completed").await;
+    let (saga, ..) = home.webhooks.saga(a).await.unwrap().unwrap();
+    assert_eq!((saga.generation, saga.event_id, saga.subscription_id), (1, event, subscription.id));
+    let sql = format!("SELECT updated_at, attempt_count FROM webhook_delivery_sagas WHERE id = {}", sagas[0]);
+    assert_eq!(home.rows(&sql).await, before, "the dead one is as it was");
+    assert_eq!(home.webhooks.requeue(999).await.unwrap(), Requeued::NotFound);
+    let left = home.webhooks.requeueable(DeadLetterFilter::default(), 0, 10).await.unwrap();
+    assert_eq!(left, (0, vec![]), "nothing waits any more");
+}
+
+async fn ended_sagas_events_and_attempts_refuse_raw_sql(home: Home) {
+    let receiver = Receiver::with_status(200).await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    let _working = home.work();
+    let (event, sagas) = home.publish("a", "x").await;
+    home.ends(sagas[0], "Completed").await;
+    let saga = sagas[0];
+    let mut attacks = vec![
+        format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {saga}"),
+        format!("UPDATE webhook_delivery_sagas SET attempt_count = 9 WHERE id = {saga}"),
+        format!("DELETE FROM webhook_delivery_sagas WHERE id = {saga}"),
+        format!("UPDATE events SET event_type = 'b' WHERE id = {event}"),
+        format!("DELETE FROM events WHERE id = {event}"),
+        "UPDATE webhook_attempts SET response_status = 500".to_owned(),
+        "DELETE FROM webhook_attempts".to_owned(),
+    ];
+    if home.url.starts_with("postgres") {
+        attacks.extend(["events", "webhook_attempts", "webhook_delivery_sagas"].map(|t| format!("TRUNCATE {t}")));
+    } else {
+        let columns = "id, event_id, subscription_id, status, attempt_count, created_at, updated_at, generation";
+        attacks.push(format!("REPLACE INTO webhook_delivery_sagas ({columns}) SELECT id, event_id, subscription_id, 'Pending', 0, created_at, updated_at, generation FROM webhook_delivery_sagas"));
+        attacks.push("REPLACE INTO events (id, event_type, payload, payload_sha, created_at) SELECT id, 'b', payload, payload_sha, created_at FROM events".to_owned());
+    }
+    for attack in attacks {
+        assert!(home.try_rows(&attack).await.is_err(), "{attack}");
+    }
+    assert_eq!(home.status(saga).await, "Completed");
+    assert_eq!(home.count("events WHERE event_type = 'a'").await, 1);
+}
+
+async fn one_live_job_per_saga(home: Home) {
+    let receiver = Receiver::with_status(200).await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    let (_, sagas) = home.publish("a", "x").await;
+    // As if a saga had been put back by hand while its job is live: no second job is made.
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {}", sagas[0])).await;
+    assert!(home.webhooks.pass().await.is_err(), "it says so");
+    assert_eq!(home.count("outbox WHERE lane = 'webhooks'").await, 1);
+    assert_eq!(home.status(sagas[0]).await, "Pending", "and changes nothing");
+}
+
+async fn publish_many(home: &Home, n: usize) {
+    let events = (0..n).map(|n| NewEvent::new("a", n.to_string())).collect();
+    home.webhooks.publish(events).await.unwrap();
+}
+
+async fn a_rate_holds_and_burns_no_attempts(home: Home) {
+    let (slow, quick) = (Receiver::with_status(200).await, Receiver::with_status(200).await);
+    home.subscribe_with(&slow.url, &["*"], |s| s.rate_per_sec = Some(20.0)).await;
+    home.subscribe(&quick.url, &["*"]).await;
+    publish_many(&home, 120).await;
+    let _working = home.work();
+    wait_until("the quick one has all", async || quick.got().len() == 120).await;
+    let at_once = slow.got().len();
+    assert!(at_once < 70, "{at_once} were not held back");
+    wait_until("a first part passed", async || slow.got().len() >= 15).await;
+    let (begun, before) = (Instant::now(), slow.got().len());
+    wait_until("the rest comes", async || slow.got().len() >= before + 40).await;
+    let rate = 40.0 / begun.elapsed().as_secs_f64();
+    assert!((16.0..24.0).contains(&rate), "{rate} a second instead of 20");
+    wait_until("all end", async || home.count("webhook_delivery_sagas WHERE status = 'Completed'").await == 240).await;
+    assert_eq!(home.count("webhook_delivery_sagas WHERE attempt_count <> 1").await, 0);
+}
+
+async fn only_so_many_are_in_flight(home: Home) {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (n, m) = (now.clone(), most.clone());
+    let receiver = Receiver::start(move |_, _| {
+        m.fetch_max(n.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(5));
+        n.fetch_sub(1, Ordering::SeqCst);
+        status_line(200, "")
+    })
+    .await;
+    home.subscribe_with(&receiver.url, &["*"], |s| s.max_in_flight = Some(3)).await;
+    publish_many(&home, 40).await;
+    let _working = home.work();
+    let mut live = 0;
+    wait_until("all are delivered", async || {
+        live = live.max(home.count("webhook_delivery_sagas WHERE status = 'InProgress'").await);
+        receiver.got().len() == 40
+    })
+    .await;
+    assert!((1..=3).contains(&live), "{live} in flight at once");
+    assert!(most.load(Ordering::SeqCst) <= 3);
+}
+
+async fn several_orchestrators_and_workers_share_the_work(home: Home) {
+    let receiver = Receiver::start(|got, _| {
+        // One in three is refused the first time.
+        let refuse = got.body.last().is_some_and(|b| b % 3 == 0) && got.header("x-correlation-id").is_empty();
+        status_line(if refuse && got.body.len() % 2 == 1 { 500 } else { 200 }, "")
+    })
+    .await;
+    for n in 0..3 {
+        home.subscribe(&format!("{}/{n}", receiver.url), &["*"]).await;
+    }
+    let (second, outbox) = open(&home.url, settings()).await;
+    let _working = (home.work(), work(&second, &outbox));
+    publish_many(&home, 200).await;
+    let ended = "webhook_delivery_sagas WHERE status IN ('Completed', 'DeadLettered')";
+    wait_until("all have ended", async || home.count(ended).await == 600).await;
+    let wrong = "webhook_delivery_sagas s WHERE attempt_count <> (SELECT COUNT(*) FROM webhook_attempts a WHERE a.saga_id = s.id)";
+    assert_eq!(home.count(wrong).await, 0, "attempts are the distinct results");
+    let dead = home.count("webhook_delivery_sagas WHERE status = 'DeadLettered'").await;
+    assert!(dead > 0);
+    assert_eq!(home.count("dead_letters").await, dead, "one dead letter each");
+    assert_eq!(home.count("webhook_results").await + home.count("outbox WHERE lane = 'webhooks'").await, 0);
+    assert_eq!(receiver.got().len() as i64, home.count("webhook_attempts").await, "what was sent is recorded");
+}
+
+async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
+    let receiver = Receiver::with_status(200).await;
+    let (subscription, _) = home.subscribe(&receiver.url, &["order.*"]).await;
+    let _working = home.work();
+    let events =
+        (0..30).map(|n| NewEvent::new(if n % 3 == 0 { "order.paid" } else { "order.void" }, n.to_string())).collect();
+    home.webhooks.publish(events).await.unwrap();
+    wait_until("all arrived", async || home.count("webhook_delivery_sagas WHERE status = 'Completed'").await == 30)
+        .await;
+    let wanted = NewReplay {
+        subscription_id: subscription.id,
+        from: "2000-01-01T00:00:00Z".parse().unwrap(),
+        to: "2100-01-01T00:00:00Z".parse().unwrap(),
+        event_types: Some(vec!["order.paid".into()]),
+        statuses: Some(vec!["Completed".into()]),
+    };
+    assert_eq!(home.webhooks.count_replay(wanted.clone()).await.unwrap(), Some(10));
+    assert_eq!(receiver.got().len(), 30, "counting sends nothing");
+    let replay = home.webhooks.replay(wanted.clone()).await.unwrap().unwrap();
+    wait_until("they came again", async || receiver.got().len() == 40).await;
+    wait_until("it is done", async || home.webhooks.replay_of(replay.id).await.unwrap().unwrap().status == "done")
+        .await;
+    assert_eq!(home.webhooks.replay_of(replay.id).await.unwrap().unwrap().count, 10);
+    assert_eq!(home.count("webhook_delivery_sagas WHERE generation = 1").await, 10);
+    let never = NewReplay { statuses: Some(vec!["DeadLettered".into()]), ..wanted.clone() };
+    assert_eq!(home.webhooks.count_replay(never).await.unwrap(), Some(0));
+    let backwards = NewReplay { to: wanted.from, ..wanted.clone() };
+    assert!(home.webhooks.count_replay(backwards).await.is_err());
+    let nobody = NewReplay { subscription_id: 99, ..wanted.clone() };
+    assert!(home.webhooks.replay(nobody).await.unwrap().is_none());
+    drop(_working);
+    let cancelled = home.webhooks.replay(wanted).await.unwrap().unwrap();
+    assert_eq!(home.webhooks.cancel_replay(cancelled.id).await.unwrap().unwrap().status, "cancelled");
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.count("webhook_delivery_sagas WHERE generation = 2").await, 0);
+}
+
+async fn what_asks_for_time_gets_it(home: Home) {
+    let receiver = Receiver::start(|_, nth| match nth {
+        0 => status_line(429, "retry-after: 1\r\n"),
+        _ => status_line(200, ""),
+    })
+    .await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    let _working = home.work();
+    let (_, first) = home.publish("a", "1").await;
+    home.ends(first[0], "PendingRetry").await;
+    let begun = Instant::now();
+    let (_, second) = home.publish("a", "2").await;
+    home.ends(second[0], "Completed").await;
+    home.ends(first[0], "Completed").await;
+    assert!(begun.elapsed() > Duration::from_millis(500), "the whole subscription waits");
+    assert_eq!(home.webhooks.saga(second[0]).await.unwrap().unwrap().0.attempt_count, 1);
+}
+
+async fn a_deleted_subscription_ends_what_waits(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    let (subscription, _) =
+        home.subscribe_with(&receiver.url, &["*"], |s| s.retry_schedule_sec = Some(vec![3600.0])).await;
+    let _working = home.work();
+    let (_, sagas) = home.publish("a", "1").await;
+    home.ends(sagas[0], "PendingRetry").await;
+    home.webhooks.pause(subscription.id).await.unwrap();
+    let (_, held) = home.publish("a", "2").await;
+    home.webhooks.unsubscribe(subscription.id).await.unwrap();
+    home.ends(held[0], "DeadLettered").await;
+    home.ends(sagas[0], "DeadLettered").await;
+    assert_eq!(home.count("dead_letters").await, 2);
+    let letter = home.webhooks.dead_letters(DeadLetterFilter::default(), None, 10).await.unwrap().items.remove(0);
+    assert_eq!(home.webhooks.requeue(letter.id).await.unwrap(), Requeued::NoSubscription);
+    wait_until("its gate is gone", async || home.count("subscription_gates").await == 0).await;
+}
+
+async fn what_is_old_is_pruned(home: Home) {
+    let receiver = Receiver::start(|got, _| status_line(if got.body == b"bad" { 410 } else { 200 }, "")).await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    let _working = home.work();
+    publish_many(&home, 20).await;
+    wait_until("all arrived", async || home.count("webhook_delivery_sagas WHERE status = 'Completed'").await == 20)
+        .await;
+    let (_, bad) = home.publish("a", "bad").await;
+    home.ends(bad[0], "DeadLettered").await;
+    assert_eq!(home.webhooks.prune().await.unwrap(), (0, 0), "nothing is old yet");
+    let old = postrider_webhooks::Settings { retention: Duration::ZERO, ..settings() };
+    let (janitor, _) = open(&home.url, old).await;
+    assert_eq!(janitor.prune().await.unwrap(), (21, 21));
+    for table in ["webhook_delivery_sagas", "webhook_attempts", "events", "dead_letters"] {
+        assert_eq!(home.count(table).await, 0, "{table}");
+    }
+    let error = home.try_rows("DELETE FROM events").await;
+    assert!(error.is_ok(), "an empty table has nothing to guard");
+}
+
+async fn one_that_only_fails_is_disabled(home: Home) {
+    let (good, bad) = (Receiver::with_status(200).await, Receiver::with_status(500).await);
+    let (healthy, _) = home.subscribe(&good.url, &["*"]).await;
+    let (sick, _) = home.subscribe(&bad.url, &["*"]).await;
+    let impatient = postrider_webhooks::Settings { disable_after: Duration::from_millis(1), ..settings() };
+    let (webhooks, outbox) = open(&home.url, impatient).await;
+    let _working = work(&webhooks, &outbox);
+    home.publish("a", "x").await;
+    let status = async |id| home.webhooks.subscription(id).await.unwrap().unwrap().status;
+    wait_until("the sick one is disabled", async || status(sick.id).await.as_str() == "disabled").await;
+    assert_eq!(status(healthy.id).await.as_str(), "active");
+    let told = "outbox WHERE lane = 'alerts' AND target LIKE 'subscription %'";
+    wait_until("somebody is told", async || home.count(told).await >= 1).await;
+}
