@@ -8,6 +8,7 @@ mod enqueue;
 mod http;
 mod latency;
 mod scratch;
+mod webhooks;
 
 use std::time::Duration;
 
@@ -34,6 +35,8 @@ pub enum Which {
     Backlog,
     /// Single messages posted to the API, against the library in this process; and deliveries by HTTP
     Http,
+    /// Events published to a subscription in this process, everything recorded; and the latency of single ones
+    Webhooks,
 }
 
 /// Measure this machine and database.
@@ -100,6 +103,7 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
             Which::Latency => latency::run(bench, &scratch).await,
             Which::Backlog => backlog::run(bench, &scratch).await,
             Which::Http => http::run(bench, &scratch).await,
+            Which::Webhooks => webhooks::run(bench, &scratch).await,
         }
     };
     // Interrupted or not, nothing of it stays behind.

@@ -12,7 +12,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-pub use worker::stop_signal;
+pub use worker::{orchestrate, stop_signal};
 
 use clap::{CommandFactory, Parser};
 
