@@ -21,6 +21,11 @@ api: ## Let Schemathesis (from PyPI) try the API against its own description
 	cargo build --locked
 	scripts/check-api.sh
 
+.PHONY: receivers
+receivers: ## Let receivers in Python and Node verify our webhooks with the official packages
+	cargo build --locked
+	scripts/check-receivers.sh
+
 .PHONY: lint
 lint: $(DENY) ## Check format, clippy, the dependencies' licences and sources, and the alert rules
 	cargo fmt --all --check
@@ -35,7 +40,7 @@ bench: ## Measure all three databases; figures go to target/bench/
 	$(WITH_DATABASES) scripts/bench.sh
 
 .PHONY: ci
-ci: lint test api demo ## Everything CI runs
+ci: lint test api receivers demo ## Everything CI runs
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

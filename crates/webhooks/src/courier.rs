@@ -29,6 +29,7 @@ const MOST_HEAD: usize = 4096;
 const PAUSED_FOR: Duration = Duration::from_secs(3600);
 /// Events that are asked for in one statement.
 const LOAD_AT_ONCE: usize = 256;
+const LOAD_GATHER: Duration = Duration::from_millis(2);
 /// A report whose settle never came is dropped after this.
 const KEPT_FOR: Duration = Duration::from_secs(900);
 
@@ -383,7 +384,18 @@ fn head(headers: &HeaderMap) -> String {
 /// Reads events for those who wait for them, many in one statement.
 async fn load(webhooks: Webhooks, mut wanted: mpsc::UnboundedReceiver<Wanted>) {
     let mut waiting = Vec::new();
+    let mut loaded_at: Option<Tick> = None;
     while wanted.recv_many(&mut waiting, LOAD_AT_ONCE).await > 0 {
+        // One after the other under load: a moment brings more to read together.
+        if loaded_at.is_some_and(|at| Tick::now().since(at) < 2 * LOAD_GATHER) {
+            tokio::time::sleep(LOAD_GATHER).await;
+            while waiting.len() < LOAD_AT_ONCE
+                && let Ok(more) = wanted.try_recv()
+            {
+                waiting.push(more);
+            }
+        }
+        loaded_at = Some(Tick::now());
         let batch = std::mem::take(&mut waiting);
         let webhooks = webhooks.clone();
         tokio::spawn(async move {

@@ -30,6 +30,7 @@ use postrider::alerts::Alerts;
 use postrider::couriers::exchange::Exchange;
 use postrider::store::{Mode, transact};
 use postrider::tx::{BoxFuture, Tx};
+use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Migration, Outbox, Result};
 use tokio::sync::Notify;
 
@@ -102,6 +103,16 @@ pub fn lane_rules(reports: &Reports) -> LaneRules {
         history: false,
         ..LaneRules::default()
     }
+}
+
+/// How the lane is worked unless configured otherwise: many at a time, since receivers are slow and one of them gets at
+/// most a quarter; and one attempt a job, since the saga decides about the next.
+pub fn lane_settings() -> LaneSettings {
+    let mut settings = LaneSettings::new(LANE);
+    (settings.concurrency, settings.batch) = (512, 256);
+    settings.settle_wait = Duration::from_millis(10);
+    settings.budgets.max_attempts = 1;
+    settings
 }
 
 /// Webhooks on one outbox. Cheap to clone.

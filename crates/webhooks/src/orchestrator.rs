@@ -22,7 +22,7 @@ const BATCH: usize = 500;
 /// How often it looks without being told.
 const TICK: Duration = Duration::from_millis(200);
 /// Results that come together are applied together.
-const GATHER: Duration = Duration::from_millis(4);
+const GATHER: Duration = Duration::from_millis(15);
 /// How often health is looked at, and what is old is deleted.
 const HEALTH_EVERY: Duration = Duration::from_secs(5);
 const PRUNE_EVERY: Duration = Duration::from_secs(30);
@@ -89,8 +89,15 @@ impl Webhooks {
     pub async fn orchestrate(&self, shutdown: impl Future<Output = ()>) {
         let mut shutdown = std::pin::pin!(shutdown);
         let (mut health_at, mut prune_at) = (clock::Tick::default(), clock::Tick::now());
+        let mut looked_at = None;
         loop {
-            let busy = match self.pass().await {
+            // Told of results only: what is due is looked for at its own pace.
+            let tick = clock::Tick::now();
+            let look = looked_at.is_none_or(|at| tick.since(at) >= TICK / 2);
+            if look {
+                looked_at = Some(tick);
+            }
+            let busy = match self.round(look).await {
                 Ok(moved) => moved >= BATCH,
                 Err(error) => {
                     tracing::warn!(%error, "the orchestrator could not go on; it will try again");
@@ -125,13 +132,19 @@ impl Webhooks {
 
     /// One look at everything; answers how many sagas moved. For tests and `--once`.
     pub async fn pass(&self) -> Result<usize> {
+        self.round(true).await
+    }
+
+    async fn round(&self, look: bool) -> Result<usize> {
         let mut moved = self.apply_results().await?;
         let catalog = self.catalog().await?;
-        for status in [Status::Pending, Status::PendingRetry] {
-            moved += self.start_due(&catalog, status).await?;
+        if look {
+            for status in [Status::Pending, Status::PendingRetry] {
+                moved += self.start_due(&catalog, status).await?;
+            }
+            moved += self.replay_step().await?;
         }
         moved += self.admit_parked(&catalog).await?;
-        moved += self.replay_step().await?;
         if moved > 0 {
             self.0.outbox.ring();
         }

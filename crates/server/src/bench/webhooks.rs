@@ -9,11 +9,10 @@ use axum::http::StatusCode;
 use mysql_async::prelude::Queryable;
 use postrider::clock::Tick;
 use postrider::tx::Dialect;
-use postrider::worker::core::LaneSettings;
 use postrider::{Lanes, Options, Outbox, Worker, stores};
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::keyring::Keyring;
-use postrider_webhooks::{LANE, NewEvent, NewSubscription, Reports, Settings, Webhooks, lane_rules};
+use postrider_webhooks::{LANE, NewEvent, NewSubscription, Reports, Settings, Webhooks, lane_rules, lane_settings};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -26,8 +25,6 @@ use crate::loopback;
 /// Events of one publish call, and calls under way at once.
 const BATCH: usize = 500;
 const PUBLISHERS: usize = 2;
-/// Deliveries at a time.
-const CONCURRENCY: usize = 256;
 /// The gentle pace.
 const PACE_PER_SECOND: usize = 200;
 const PACED: usize = 1000;
@@ -56,9 +53,7 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     webhooks.subscribe(all).await?;
 
     let (stop, stopped) = watch::channel(false);
-    let mut settings = LaneSettings { concurrency: CONCURRENCY, batch: CONCURRENCY, ..LaneSettings::new(LANE) };
-    settings.budgets.max_attempts = 1;
-    let worker = Worker::new(outbox).lane_with(settings, Arc::new(webhooks.courier()));
+    let worker = Worker::new(outbox).lane_with(lane_settings(), Arc::new(webhooks.courier()));
     let mut ended = stopped.clone();
     let worker = tokio::spawn(worker.run(async move { drop(ended.wait_for(|stop| *stop).await) }));
     let orchestrator = orchestrate(&webhooks, stopped);

@@ -15,6 +15,9 @@ use crate::output::Output;
 
 pub async fn run(config: &Config, args: Enqueue, output: Output) -> Result<Ending> {
     let rules = config.lane(&args.lane)?.rules.clone();
+    if let Some(owner) = rules.owned_by {
+        return Err(Failure::usage(format!("the lane `{}` has an owner; use `{owner}` instead", args.lane)));
+    }
     if let Some(path) = args.source.ndjson {
         // The input is opened first: a file that is not there must not create a database.
         let lines = ndjson::Lines::open(&path, &rules)?;

@@ -16,7 +16,7 @@ use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 use postrider_webhooks::guard::Policy;
-use postrider_webhooks::{LANE, Reports, Settings, lane_rules};
+use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
 use self::file::{AlertKeys, CourierName, File, LaneKeys, WebhookKeys};
@@ -314,7 +314,7 @@ fn webhook_lane(
         let what = "[lane.webhooks] takes only concurrency, batch, poll_interval_sec, lock_lease_sec and max_age; retries are set in [webhooks]";
         return Err(place.wrong(at, what));
     }
-    let mut settings = LaneSettings::new(LANE);
+    let mut settings = lane_settings();
     for tuning in [common, &Tuning::from(keys), environment] {
         tuning.apply(&mut settings);
     }

@@ -9,7 +9,8 @@ fn what_a_lane_cannot_take() {
     let refused = |args: &[&str], says: &[&str]| home.run(&[&["enqueue"], args].concat()).refused(2, says);
     refused(&["nope", "--payload", "x"], &["no lane `nope`", "log", "[lane.nope]"]);
     refused(&["no pe", "--payload", "x"], &["is no lane name"]);
-    for peer in ["webhooks", "orders", "memory"] {
+    refused(&["webhooks", "--payload", "x"], &["has an owner", "postrider webhooks"]);
+    for peer in ["orders", "memory"] {
         refused(&[peer, "--payload", "x"], &[peer, "does not have yet"]);
     }
     refused(&["log", "--payload-file", "big"], &["more than 1048576 bytes", "max_payload_bytes"]);

@@ -11,7 +11,7 @@ use postrider::{LaneRules, Lanes, Options, Outbox, Worker, stores};
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::keyring::Keyring;
 use postrider_webhooks::{
-    LANE, MIGRATIONS, NewEvent, NewSubscription, Reports, Settings, Subscription, Webhooks, lane_rules,
+    LANE, MIGRATIONS, NewEvent, NewSubscription, Reports, Settings, Subscription, Webhooks, lane_rules, lane_settings,
 };
 use tokio::sync::watch;
 
@@ -148,9 +148,7 @@ pub struct Working(watch::Sender<bool>);
 pub fn work(webhooks: &Webhooks, outbox: &Outbox) -> Working {
     let (stop, stopped) = watch::channel(false);
     let wait = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
-    let settings = LaneSettings { poll: Duration::from_millis(50), ..LaneSettings::new(LANE) };
-    let mut settings = settings;
-    settings.budgets.max_attempts = 1;
+    let settings = LaneSettings { poll: Duration::from_millis(50), ..lane_settings() };
     let worker = Worker::new(outbox.clone()).lane_with(settings, Arc::new(webhooks.courier()));
     tokio::spawn(worker.run(wait(stopped.clone())));
     let webhooks = webhooks.clone();

@@ -36,6 +36,9 @@ impl Core {
         // More of one target than will fit soon would keep the others out: give the rest back for a moment.
         // With `once` it would be gone for this run, though it was due.
         let excess = if self.once { 0 } else { crowded.saturating_sub(settings.prefetch()) };
+        // But a crowd that moves is soon gone.
+        lane.crowded = excess > 0 && now.since(lane.crowd_moved) < CROWD_PATIENCE;
+        let excess = if lane.crowded { 0 } else { excess };
         for _ in 0..excess {
             let Some(message) = lane.ready.pop_back() else { break };
             let Some(held) = self.held.get_mut(&message.id) else { continue };
@@ -53,6 +56,9 @@ impl Core {
         if let Some(target) = &held.target
             && let Some(count) = lane.by_target.get_mut(target)
         {
+            if *count >= lane.settings.per_target() {
+                lane.crowd_moved = now;
+            }
             *count -= 1;
             if *count == 0 {
                 lane.by_target.remove(target);

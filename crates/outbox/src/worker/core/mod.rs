@@ -31,6 +31,8 @@ const WALK_PER_SECOND: u64 = 20_000;
 const WALK_PAUSE: Duration = Duration::from_secs(1);
 /// Outcomes wait this long for company before they are settled.
 const SETTLE_WAIT: Duration = Duration::from_millis(3);
+/// A target that has more than its share, and of which nothing ended for so long, is slow: what is too much is given back.
+const CROWD_PATIENCE: Duration = Duration::from_millis(50);
 /// Claims under way at once, per lane; the second only while there is more than one brings.
 const CLAIMS: usize = 2;
 /// Settles under way at once, per lane.
@@ -51,6 +53,8 @@ pub struct LaneSettings {
     pub budgets: Budgets,
     pub dedup: bool,
     pub send_begun: bool,
+    /// Outcomes wait this long for company before they are settled.
+    pub settle_wait: Duration,
     /// What the courier is called, in logs.
     pub adapter: String,
 }
@@ -68,6 +72,7 @@ impl LaneSettings {
             budgets: Budgets::default(),
             dedup: false,
             send_begun: false,
+            settle_wait: SETTLE_WAIT,
             adapter: String::new(),
         }
     }
@@ -310,6 +315,10 @@ struct Lane {
     ready: VecDeque<Box<Message>>,
     running: usize,
     by_target: HashMap<String, usize>,
+    /// More of one target is held than may run or wait.
+    crowded: bool,
+    /// When a delivery to a target with its full share last ended; the crowd there moves.
+    crowd_moved: Tick,
     verdicts: Vec<Settlement>,
     verdicts_since: Tick,
     settling: usize,
@@ -410,6 +419,8 @@ impl Core {
             ready: VecDeque::new(),
             running: 0,
             by_target: HashMap::new(),
+            crowded: false,
+            crowd_moved: Tick::default(),
             verdicts: Vec::new(),
             verdicts_since: now,
             settling: 0,
@@ -521,10 +532,14 @@ impl Core {
         }
         for lane in &self.lanes {
             if !lane.verdicts.is_empty() && lane.settling < SETTLES {
-                at(lane.verdicts_since.plus(SETTLE_WAIT).max(lane.settle_trouble.until));
+                at(lane.verdicts_since.plus(lane.settings.settle_wait).max(lane.settle_trouble.until));
             }
             if !lane.give_back.is_empty() && lane.giving_back == 0 {
                 at(lane.settle_trouble.until);
+            }
+            // A crowd that may have stopped.
+            if lane.crowded {
+                at(lane.crowd_moved.plus(CROWD_PATIENCE));
             }
             if !lane.renewing {
                 at(lane.renew_at);

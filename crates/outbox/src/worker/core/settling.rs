@@ -11,7 +11,7 @@ impl Core {
         let lane = &mut self.lanes[index];
         while lane.settling < SETTLES && !lane.verdicts.is_empty() && now >= lane.settle_trouble.until {
             let nothing_else = lane.running == 0;
-            let waited = now >= lane.verdicts_since.plus(SETTLE_WAIT);
+            let waited = now >= lane.verdicts_since.plus(lane.settings.settle_wait);
             if !(draining || nothing_else || waited || lane.verdicts.len() >= lane.settings.batch) {
                 return;
             }
