@@ -46,6 +46,11 @@ impl Catalog {
             && self.held.get(&subscription.id).is_none_or(|until| *until <= now)
     }
 
+    /// How long its receiver is still to be left alone.
+    pub fn rest_of(&self, id: i64, now: Timestamp) -> Option<Duration> {
+        self.held.get(&id).filter(|until| **until > now).map(|until| until.since(now))
+    }
+
     pub fn is_cooling(&self, id: i64, now: Timestamp) -> bool {
         self.held.get(&id).is_some_and(|until| *until > now)
     }

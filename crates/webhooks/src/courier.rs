@@ -204,6 +204,10 @@ impl WebhookCourier {
         if subscription.status == SubscriptionStatus::Paused {
             return Ok(Sent::Paused);
         }
+        // A receiver that is left alone for a while: what is live waits, more or less spread.
+        if let Some(rest) = catalog.rest_of(job.subscription_id, clock::wall()) {
+            return Ok(Sent::Later(rest.mul_f64(1.0 + clock::chance() / 2.0)));
+        }
         let Some(event) = self.event(job.event_id).await? else { return Ok(Sent::Not("EVENT_GONE")) };
         Ok(Sent::Tried({
             let id = format!("msg_{}_{}", self.webhooks.0.store_id, job.event_id);
@@ -216,6 +220,7 @@ enum Sent {
     Tried(Report),
     Not(&'static str),
     Paused,
+    Later(Duration),
 }
 
 #[async_trait]
@@ -232,6 +237,7 @@ impl Courier for WebhookCourier {
             // Our own trouble, not the receiver's: nothing is counted.
             Err(_) => return Outcome::Defer { delay: Duration::from_secs(1), code: "STORE_UNAVAILABLE".into() },
             Ok(Sent::Paused) => return Outcome::Defer { delay: PAUSED_FOR, code: "SUBSCRIPTION_PAUSED".into() },
+            Ok(Sent::Later(delay)) => return Outcome::Defer { delay, code: "RECEIVER_RESTING".into() },
             Ok(Sent::Not(code)) => Report::not_sent(code),
             Ok(Sent::Tried(report)) => report,
         };

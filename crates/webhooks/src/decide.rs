@@ -148,6 +148,17 @@ pub fn is_pattern(text: &str) -> bool {
     text == "*" || is_event_type(text.strip_suffix(".*").unwrap_or(text))
 }
 
+/// Failures in a row after which a receiver is left alone for a while, and for how long: longer each time, so that a dead
+/// one costs little and a recovered one is found soon.
+pub fn rest_after(failures: i64) -> Option<Duration> {
+    const PATIENCE: i64 = 20;
+    if failures < PATIENCE {
+        return None;
+    }
+    let rounds = (failures / PATIENCE).ilog2().min(5);
+    Some(Duration::from_secs(10 << rounds))
+}
+
 /// A token bucket: how many may pass now, and what is left. At most half a second's worth is saved up, so that the rate
 /// holds after a pause too.
 pub fn refill(tokens: f64, rate: f64, elapsed: Duration) -> f64 {
@@ -237,6 +248,9 @@ mod tests {
         assert_eq!(admits(Some(2.9), None, 0, 500), 2);
         assert_eq!(admits(None, Some(10), 7, 500), 3);
         assert_eq!(admits(Some(5.0), Some(10), 12, 500), 0);
+        assert_eq!(rest_after(19), None);
+        let rests = [20, 40, 80, 1 << 40].map(|n| rest_after(n).map(|rest| rest.as_secs()));
+        assert_eq!(rests, [Some(10), Some(20), Some(40), Some(320)]);
         assert_eq!(refill(0.0, 10.0, Duration::from_millis(200)), 2.0);
         assert_eq!(refill(4.0, 10.0, Duration::from_secs(3600)), 5.0, "half a second's worth");
         assert_eq!(refill(0.0, 0.5, Duration::from_secs(60)), 1.0, "a slow one still passes one by one");

@@ -13,7 +13,7 @@ use postrider::{Enqueued, Error, Result, Timestamp, clock};
 
 use crate::Webhooks;
 use crate::catalog::{self, Catalog};
-use crate::decide::{Event, Status, Verdict, admits, after_failure, refill};
+use crate::decide::{Event, Status, Verdict, admits, after_failure, refill, rest_after};
 use crate::publish::Job;
 use crate::subscriptions::{Subscription, SubscriptionStatus};
 
@@ -23,6 +23,8 @@ const BATCH: usize = 500;
 const TICK: Duration = Duration::from_millis(200);
 /// Results that come together are applied together.
 const GATHER: Duration = Duration::from_millis(15);
+/// Deliveries at a time to a receiver that has only failed lately.
+const TRIAL: u32 = 8;
 /// How often health is looked at, and what is old is deleted.
 const HEALTH_EVERY: Duration = Duration::from_secs(5);
 const PRUNE_EVERY: Duration = Duration::from_secs(30);
@@ -298,7 +300,9 @@ impl Webhooks {
                 let sql = "UPDATE subscription_gates SET failures = failures + ? WHERE subscription_id = ?";
                 tx.execute(sql, &[(*count).into(), (*id).into()]).await?;
             }
-            if let Some(asked) = retry_after.filter(|asked| !asked.is_zero()) {
+            let asked = retry_after.filter(|asked| !asked.is_zero());
+            let rest = if healthy.contains(id) { None } else { self.rest(tx, *id).await? };
+            if let Some(asked) = asked.max(rest) {
                 let until = now.plus(asked.min(LONGEST_HOLD));
                 let sql = "UPDATE subscription_gates SET held_until = ? WHERE subscription_id = ?";
                 tx.execute(sql, &[until.into(), (*id).into()]).await?;
@@ -307,6 +311,13 @@ impl Webhooks {
             }
         }
         Ok(held)
+    }
+
+    /// How long a receiver that only fails is to be left alone.
+    async fn rest(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<Duration>> {
+        let sql = "SELECT failures FROM subscription_gates WHERE subscription_id = ?";
+        let rows = tx.query(sql, &[id.into()]).await?;
+        Ok(rows.first().map(|row| row.int(0)).transpose()?.and_then(rest_after))
     }
 
     async fn tell_of_deaths(&self, tx: &mut (dyn Tx + Send), deaths: &BTreeMap<i64, i64>) -> Result<()> {
@@ -463,7 +474,7 @@ impl Webhooks {
             return Ok(0);
         }
         let sql = format!(
-            "SELECT tokens, tokens_at FROM subscription_gates WHERE subscription_id = ? AND parked = 1{}",
+            "SELECT tokens, tokens_at, failures FROM subscription_gates WHERE subscription_id = ? AND parked = 1{}",
             skip_locked(tx.dialect())
         );
         let rows = tx.query(&sql, &[id.into()]).await?;
@@ -475,11 +486,14 @@ impl Webhooks {
         let tokens = subscription
             .rate_per_sec
             .map(|rate| refill(gate.opt_float(0).ok().flatten().unwrap_or(0.0), rate, elapsed));
-        let in_flight = match subscription.max_in_flight {
-            None => 0,
-            Some(_) => tx.query(QUERIES[4], &[id.into()]).await?.first().map_or(Ok(0), |row| row.int(0))? as u32,
+        let in_flight = match subscription.max_in_flight.is_some() || rest_after(gate.int(2)?).is_some() {
+            false => 0,
+            true => tx.query(QUERIES[4], &[id.into()]).await?.first().map_or(Ok(0), |row| row.int(0))? as u32,
         };
-        let room = admits(tokens, subscription.max_in_flight, in_flight, BATCH);
+        // One that has only failed lately is tried with a few.
+        let trial = rest_after(gate.int(2)?).map(|_| TRIAL);
+        let most = subscription.max_in_flight.into_iter().chain(trial).min();
+        let room = admits(tokens, most, in_flight, BATCH);
         let mut admitted = 0;
         for status in [Status::PendingRetry, Status::Pending] {
             let sagas = parked(tx, id, status, room - admitted).await?;

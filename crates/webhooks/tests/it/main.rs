@@ -6,6 +6,7 @@
 mod delivering;
 mod explain;
 mod harness;
+mod hostile;
 mod orchestrating;
 mod publishing;
 mod receiver;
