@@ -36,7 +36,7 @@ async fn raw(first: Vec<u8>, then: &'static [u8]) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_misbehaviour_has_its_code() {
-    let quick = Settings { timeout: Duration::from_millis(700), max_retry_limit: 1, ..settings() };
+    let quick = Settings { timeout: Duration::from_secs(3), max_retry_limit: 1, ..settings() };
     let home = Home::on(scratch::sqlite(), quick).await;
     let _working = home.work();
     let many_headers = format!("HTTP/1.1 200 OK\r\n{}\r\n", "x-a: b\r\n".repeat(9000));
