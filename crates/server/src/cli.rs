@@ -94,6 +94,9 @@ pub struct Migrate {
     /// Change nothing; exit with 1 if something is to be done
     #[arg(long)]
     pub check: bool,
+    /// Also make the roles for the parts of webhooks (PostgreSQL and MySQL), with exactly the rights each needs
+    #[arg(long, conflicts_with = "check")]
+    pub roles: bool,
 }
 
 const ENQUEUE_EXAMPLES: &str = "\

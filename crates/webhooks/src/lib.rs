@@ -19,6 +19,7 @@ mod orchestrator;
 mod publish;
 mod reads;
 mod replays;
+pub mod roles;
 pub mod sign;
 mod subscriptions;
 

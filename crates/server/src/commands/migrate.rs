@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Result};
 use crate::output::Output;
+use crate::parts;
 
 pub async fn run(config: &Config, args: Migrate, output: Output) -> Result<Ending> {
     if args.check {
@@ -14,7 +15,14 @@ pub async fn run(config: &Config, args: Migrate, output: Output) -> Result<Endin
     }
     let outbox = database::open(config).await?;
     let ran = outbox.migrate().await?;
-    output.show(&json!({ "ran": ran }), || match ran.as_slice() {
+    let roles = match args.roles {
+        true => parts::webhooks(config, &outbox).await?.make_roles().await?,
+        false => vec![],
+    };
+    if !roles.is_empty() {
+        tracing::info!(roles = roles.join(", "), "roles are made");
+    }
+    output.show(&json!({ "ran": ran, "roles": roles }), || match ran.as_slice() {
         [] => format!("{} is up to date", database::shown(config)),
         ran => format!("{}: ran {}", database::shown(config), ran.join(", ")),
     })?;

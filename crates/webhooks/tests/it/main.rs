@@ -10,6 +10,7 @@ mod hostile;
 mod orchestrating;
 mod publishing;
 mod receiver;
+mod roles;
 #[path = "../../../outbox/tests/it/scratch.rs"]
 mod scratch;
 mod subscribing;

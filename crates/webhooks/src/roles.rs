@@ -1,0 +1,145 @@
+//! Roles for those who run the parts of this under users of their own: each with exactly the rights its part needs. Made on
+//! request (`postrider migrate --roles`), on PostgreSQL and MySQL/MariaDB; SQLite has no users.
+
+use postrider::store::Mode;
+use postrider::tx::Dialect;
+use postrider::{Error, Result};
+
+use crate::Webhooks;
+
+/// A role, and what it may do with which table. `SELECT(a, b)` and `UPDATE(a)` are rights on columns.
+pub struct Role {
+    pub name: &'static str,
+    pub rights: &'static [(&'static str, &'static [&'static str])],
+}
+
+const SAGA_KEYS: &str = "SELECT(id, event_id, subscription_id, generation)";
+const JOB_KEYS: &str = "SELECT(id, lane, active_key, payload_sha)";
+
+/// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that.
+pub const ROLES: [Role; 7] = [
+    Role { name: "postrider_ingest", rights: &[("events", &["INSERT", "SELECT(id, external_id)"])] },
+    Role {
+        name: "postrider_router",
+        rights: &[
+            ("events", &["SELECT"]),
+            ("subscriptions", &["SELECT"]),
+            ("subscription_gates", &["SELECT"]),
+            ("webhook_delivery_sagas", &["INSERT", SAGA_KEYS]),
+            ("outbox", &["INSERT", JOB_KEYS]),
+        ],
+    },
+    Role {
+        name: "postrider_saga",
+        rights: &[
+            ("events", &["SELECT"]),
+            ("subscriptions", &["SELECT"]),
+            ("webhook_delivery_sagas", &["SELECT", "INSERT", "UPDATE"]),
+            ("subscription_gates", &["SELECT", "INSERT", "UPDATE"]),
+            ("webhook_results", &["SELECT", "DELETE"]),
+            ("outbox", &["INSERT", JOB_KEYS, "UPDATE(due_at)"]),
+            ("dead_letters", &["INSERT", "SELECT(id, saga_id)"]),
+        ],
+    },
+    Role {
+        name: "postrider_worker",
+        rights: &[
+            ("events", &["SELECT"]),
+            ("subscriptions", &["SELECT"]),
+            ("outbox", &["SELECT", "UPDATE", "DELETE"]),
+            ("outbox_done", &["SELECT", "INSERT"]),
+            ("outbox_attempts", &["INSERT"]),
+            ("webhook_attempts", &["INSERT"]),
+            ("webhook_results", &["INSERT"]),
+        ],
+    },
+    Role {
+        name: "postrider_dead_letter",
+        rights: &[
+            ("dead_letters", &["SELECT", "UPDATE(requeued_saga_id)"]),
+            ("webhook_delivery_sagas", &["SELECT", "INSERT"]),
+        ],
+    },
+    Role { name: "postrider_admin", rights: &[("subscriptions", &["SELECT", "INSERT", "UPDATE", "DELETE"])] },
+    Role {
+        name: "postrider_janitor",
+        rights: &[
+            ("events", &["SELECT", "DELETE"]),
+            ("webhook_delivery_sagas", &["SELECT", "DELETE"]),
+            ("webhook_attempts", &["SELECT", "DELETE"]),
+            ("outbox_done", &["SELECT", "DELETE"]),
+            ("outbox_keys", &["SELECT", "DELETE"]),
+        ],
+    },
+];
+
+/// Tables whose ids come from a sequence of their own (PostgreSQL).
+const SEQUENCES: [(&str, &str); 6] = [
+    ("events", "events_id_seq"),
+    ("subscriptions", "subscriptions_id_seq"),
+    ("webhook_delivery_sagas", "webhook_delivery_sagas_id_seq"),
+    ("dead_letters", "dead_letters_id_seq"),
+    ("webhook_attempts", "webhook_attempts_id_seq"),
+    ("outbox", "outbox_id_seq"),
+];
+
+/// `SELECT(a, b)` as the database writes it: `SELECT (a, b)`.
+fn right(text: &str) -> String {
+    text.replacen('(', " (", 1)
+}
+
+fn statements(dialect: Dialect) -> Vec<String> {
+    let mut all = Vec::new();
+    for role in &ROLES {
+        let name = role.name;
+        all.push(match dialect {
+            Dialect::Postgres => format!(
+                "DO $$ BEGIN IF NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = '{name}') THEN CREATE ROLE {name} NOLOGIN; END IF; END $$"
+            ),
+            _ => format!("CREATE ROLE IF NOT EXISTS {name}"),
+        });
+        for (table, rights) in role.rights {
+            let rights_text: Vec<String> = rights.iter().map(|text| right(text)).collect();
+            all.push(format!("GRANT {} ON {table} TO {name}", rights_text.join(", ")));
+            let sequence = SEQUENCES.iter().find(|(of, _)| of == table).filter(|_| rights.contains(&"INSERT"));
+            if let (Dialect::Postgres, Some((_, sequence))) = (dialect, sequence) {
+                all.push(format!("GRANT USAGE ON SEQUENCE {sequence} TO {name}"));
+            }
+        }
+    }
+    all
+}
+
+impl Webhooks {
+    /// Makes the roles and gives them their rights on this database; answers their names. Running it again changes nothing.
+    pub async fn make_roles(&self) -> Result<Vec<&'static str>> {
+        let dialect = self.0.outbox.store().dialect();
+        if dialect == Dialect::Sqlite {
+            return Err(Error::invalid(
+                "SQLite has no users, so there are no roles to make; the file's own mode protects it",
+            ));
+        }
+        self.transact(Mode::Write, move |tx| {
+            Box::pin(async move {
+                if dialect == Dialect::Postgres {
+                    let schema = tx.query("SELECT quote_ident(current_schema())", &[]).await?;
+                    let schema =
+                        schema.first().map(|row| row.text(0)).transpose()?.unwrap_or_else(|| "public".to_owned());
+                    for sql in statements(dialect) {
+                        tx.execute(&sql, &[]).await?;
+                    }
+                    for role in &ROLES {
+                        tx.execute(&format!("GRANT USAGE ON SCHEMA {schema} TO {}", role.name), &[]).await?;
+                    }
+                } else {
+                    for sql in statements(dialect) {
+                        tx.execute(&sql, &[]).await?;
+                    }
+                }
+                Ok(())
+            })
+        })
+        .await?;
+        Ok(ROLES.iter().map(|role| role.name).collect())
+    }
+}
