@@ -17,4 +17,5 @@ mod serve;
 mod telemetry;
 mod terminal;
 mod tls;
+mod webhooks;
 mod worker;
