@@ -10,9 +10,17 @@ use crate::receiver::{Got, Receiver};
 
 on_every_store!(secrets_are_sealed_and_rotated, wishes_are_checked_and_changed,);
 
+/// By our own `verify` and by the official package, which must agree.
 fn verified(got: &Got, secret: &str) -> bool {
+    let mut headers = http::HeaderMap::new();
+    for name in ["webhook-id", "webhook-timestamp", "webhook-signature"] {
+        headers.insert(name, got.header(name).parse().unwrap());
+    }
+    let official = standardwebhooks::Webhook::new(secret).unwrap().verify(&got.body, &headers).is_ok();
     let at = got.header("webhook-timestamp").parse().unwrap();
-    verify(secret, got.header("webhook-id"), at, &got.body, got.header("webhook-signature"))
+    let ours = verify(secret, got.header("webhook-id"), at, &got.body, got.header("webhook-signature"));
+    assert_eq!(ours, official);
+    ours
 }
 
 async fn secrets_are_sealed_and_rotated(home: Home) {
