@@ -20,6 +20,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use url::{Host, Url};
 
 use crate::Webhooks;
+use crate::catalog::Catalog;
 use crate::publish::Job;
 use crate::subscriptions::{Subscription, SubscriptionStatus};
 
@@ -196,11 +197,16 @@ impl WebhookCourier {
     }
 
     async fn send(&self, job: Job, message: &Message) -> Result<Sent> {
-        let catalog = self.webhooks.catalog().await?;
-        let subscription = match catalog.get(job.subscription_id) {
-            Some(subscription) if subscription.status != SubscriptionStatus::Disabled => subscription.clone(),
-            _ => return Ok(Sent::Not("SUBSCRIPTION_DISABLED")),
+        let alive = |catalog: &Catalog| {
+            catalog.get(job.subscription_id).filter(|s| s.status != SubscriptionStatus::Disabled).cloned()
         };
+        let mut catalog = self.webhooks.catalog().await?;
+        if alive(&catalog).is_none() {
+            // It may be newer than what we remember.
+            self.webhooks.doubt();
+            catalog = self.webhooks.catalog().await?;
+        }
+        let Some(subscription) = alive(&catalog) else { return Ok(Sent::Not("SUBSCRIPTION_DISABLED")) };
         if subscription.status == SubscriptionStatus::Paused {
             return Ok(Sent::Paused);
         }

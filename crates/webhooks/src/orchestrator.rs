@@ -12,7 +12,7 @@ use postrider::tx::{Dialect, Row, Tx, Value, in_ids};
 use postrider::{Enqueued, Error, Result, Timestamp, clock};
 
 use crate::Webhooks;
-use crate::catalog::{self, Catalog};
+use crate::catalog;
 use crate::decide::{Event, Status, Verdict, admits, after_failure, refill, rest_after};
 use crate::publish::Job;
 use crate::subscriptions::{Subscription, SubscriptionStatus};
@@ -139,14 +139,13 @@ impl Webhooks {
 
     async fn round(&self, look: bool) -> Result<usize> {
         let mut moved = self.apply_results().await?;
-        let catalog = self.catalog().await?;
         if look {
             for status in [Status::Pending, Status::PendingRetry] {
-                moved += self.start_due(&catalog, status).await?;
+                moved += self.start_due(status).await?;
             }
             moved += self.replay_step().await?;
         }
-        moved += self.admit_parked(&catalog).await?;
+        moved += self.admit_parked().await?;
         if moved > 0 {
             self.0.outbox.ring();
         }
@@ -156,12 +155,11 @@ impl Webhooks {
     // ---- results ----
 
     async fn apply_results(&self) -> Result<usize> {
-        let catalog = self.catalog().await?;
         let webhooks = self.clone();
         let applied = self
             .transact(Mode::Write, move |tx| {
-                let (webhooks, catalog) = (webhooks.clone(), catalog.clone());
-                Box::pin(async move { webhooks.apply_some(tx, &catalog).await })
+                let webhooks = webhooks.clone();
+                Box::pin(async move { webhooks.apply_some(tx).await })
             })
             .await?;
         for id in applied.gone {
@@ -173,7 +171,7 @@ impl Webhooks {
         Ok(applied.results)
     }
 
-    async fn apply_some(&self, tx: &mut (dyn Tx + Send), catalog: &Catalog) -> Result<Applied> {
+    async fn apply_some(&self, tx: &mut (dyn Tx + Send)) -> Result<Applied> {
         let sql = format!("{}{}", QUERIES[0], skip_locked(tx.dialect()));
         let mut told = Vec::new();
         for row in tx.query(&sql, &[]).await? {
@@ -191,7 +189,8 @@ impl Webhooks {
         }
         let mut applied = Applied { results: told.len(), ..Applied::default() };
         let subscriptions = subscriptions_of(tx, &told).await?;
-        let (_, now) = catalog::version(tx).await?;
+        // Never an old one: a subscription that seems gone would be given up.
+        let (catalog, now) = self.catalog_in(tx).await?;
         self.complete(tx, &told, now).await?;
         let mut failures: BTreeMap<i64, (i64, Option<Duration>)> = BTreeMap::new();
         let mut deaths: BTreeMap<i64, i64> = BTreeMap::new();
@@ -339,17 +338,17 @@ impl Webhooks {
 
     // ---- starting ----
 
-    async fn start_due(&self, catalog: &Arc<Catalog>, status: Status) -> Result<usize> {
-        let (webhooks, catalog) = (self.clone(), catalog.clone());
+    async fn start_due(&self, status: Status) -> Result<usize> {
+        let webhooks = self.clone();
         self.transact(Mode::Write, move |tx| {
-            let (webhooks, catalog) = (webhooks.clone(), catalog.clone());
-            Box::pin(async move { webhooks.start_some(tx, &catalog, status).await })
+            let webhooks = webhooks.clone();
+            Box::pin(async move { webhooks.start_some(tx, status).await })
         })
         .await
     }
 
-    async fn start_some(&self, tx: &mut (dyn Tx + Send), catalog: &Catalog, status: Status) -> Result<usize> {
-        let (_, now) = catalog::version(tx).await?;
+    async fn start_some(&self, tx: &mut (dyn Tx + Send), status: Status) -> Result<usize> {
+        let (catalog, now) = self.catalog_in(tx).await?;
         let sql = format!("{}{}", QUERIES[1], skip_locked(tx.dialect()));
         let rows = tx.query(&sql, &[status.as_str().into(), now.into()]).await?;
         let due = rows.iter().map(|row| waiting(row, status)).collect::<Result<Vec<_>>>()?;
@@ -436,7 +435,7 @@ impl Webhooks {
 
     // ---- gates ----
 
-    async fn admit_parked(&self, catalog: &Arc<Catalog>) -> Result<usize> {
+    async fn admit_parked(&self) -> Result<usize> {
         let gates = self
             .transact(Mode::Read, |tx| {
                 Box::pin(async move {
@@ -447,30 +446,27 @@ impl Webhooks {
             .await?;
         let mut moved = 0;
         for id in gates {
-            let subscription = catalog.get(id).cloned();
-            if subscription.as_ref().is_some_and(|s| s.status == SubscriptionStatus::Paused) {
+            // A paused one is passed over without a transaction; if it was resumed just now, the next round sees it.
+            let known = self.catalog().await?;
+            if known.get(id).is_some_and(|s| s.status == SubscriptionStatus::Paused) {
                 continue;
             }
-            let (webhooks, catalog) = (self.clone(), catalog.clone());
+            let webhooks = self.clone();
             moved += self
                 .transact(Mode::Write, move |tx| {
-                    let (webhooks, catalog, subscription) = (webhooks.clone(), catalog.clone(), subscription.clone());
-                    Box::pin(async move { webhooks.admit(tx, &catalog, id, subscription.as_deref()).await })
+                    let webhooks = webhooks.clone();
+                    Box::pin(async move { webhooks.admit(tx, id).await })
                 })
                 .await?;
         }
         Ok(moved)
     }
 
-    async fn admit(
-        &self,
-        tx: &mut (dyn Tx + Send),
-        catalog: &Catalog,
-        id: i64,
-        subscription: Option<&Subscription>,
-    ) -> Result<usize> {
-        let (_, now) = catalog::version(tx).await?;
-        if catalog.is_cooling(id, now) {
+    async fn admit(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<usize> {
+        let (catalog, now) = self.catalog_in(tx).await?;
+        let subscription = catalog.get(id).cloned();
+        let held = subscription.as_ref().is_some_and(|s| s.status == SubscriptionStatus::Paused);
+        if held || catalog.is_cooling(id, now) {
             return Ok(0);
         }
         let sql = format!(
@@ -479,8 +475,9 @@ impl Webhooks {
         );
         let rows = tx.query(&sql, &[id.into()]).await?;
         let Some(gate) = rows.first() else { return Ok(0) };
-        let Some(subscription) = subscription.filter(|s| s.status != SubscriptionStatus::Disabled) else {
-            return self.bury_parked(tx, id, subscription.is_none(), now).await;
+        let alive = subscription.filter(|s| s.status != SubscriptionStatus::Disabled);
+        let Some(subscription) = alive else {
+            return self.bury_parked(tx, id, catalog.get(id).is_none(), now).await;
         };
         let elapsed = gate.opt_time(1)?.map_or(Duration::from_secs(1), |at| now.since(at));
         let tokens = subscription

@@ -20,6 +20,7 @@ on_every_store!(
     a_deleted_subscription_ends_what_waits,
     what_is_old_is_pruned,
     one_that_only_fails_is_disabled,
+    what_another_process_remembers_gives_up_nothing,
 );
 
 async fn a_result_that_comes_twice_changes_nothing(home: Home) {
@@ -290,4 +291,21 @@ async fn one_that_only_fails_is_disabled(home: Home) {
     assert_eq!(status(healthy.id).await.as_str(), "active");
     let told = "outbox WHERE lane = 'alerts' AND target LIKE 'subscription %'";
     wait_until("somebody is told", async || home.count(told).await >= 1).await;
+}
+
+async fn what_another_process_remembers_gives_up_nothing(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    let (second, outbox) = open(&home.url, settings()).await;
+    second.pass().await.unwrap(); // it knows that there is no subscription
+    home.subscribe_with(&receiver.url, &["*"], |s| s.retry_schedule_sec = Some(vec![3600.0])).await;
+    let (_, first) = home.publish("a", "x").await;
+    let now = if home.url.starts_with("sqlite") { "1" } else { "CURRENT_TIMESTAMP" };
+    home.rows(&format!("INSERT INTO webhook_results (job_id, saga_id, attempt, success, error_code, at) VALUES (999, {}, 1, 0, 'HTTP_500', {now})", first[0])).await;
+    second.pass().await.unwrap();
+    assert_eq!(home.status(first[0]).await, "PendingRetry", "the orchestrator looks again before it gives up");
+    let (_, next) = home.publish("a", "y").await;
+    let _working = work(&second, &outbox);
+    home.ends(next[0], "PendingRetry").await;
+    let (saga, ..) = home.webhooks.saga(next[0]).await.unwrap().unwrap();
+    assert_eq!(saga.final_error_code.as_deref(), Some("HTTP_500"), "and so does the courier");
 }
