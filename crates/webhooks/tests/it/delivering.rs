@@ -1,9 +1,5 @@
 //! What receivers see: signatures, headers, retries, and what is recorded of each attempt.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-
 use postrider_webhooks::sign::{Scheme, verify};
 use postrider_webhooks::{NewEvent, Patch};
 
@@ -124,7 +120,6 @@ async fn gone_disables_and_what_waits_is_dead_lettered(home: Home) {
 
 async fn a_pause_holds_and_a_resume_lets_go(home: Home) {
     let receiver = Receiver::with_status(200).await;
-    let held = Arc::new(AtomicUsize::new(0));
     let (paused, _) = home.subscribe(&receiver.url, &["*"]).await;
     let (_, other) = home.subscribe(&format!("{}/other", receiver.url), &["*"]).await;
     assert!(!other.is_empty());
@@ -136,16 +131,10 @@ async fn a_pause_holds_and_a_resume_lets_go(home: Home) {
     }
     let done = async || home.count("webhook_delivery_sagas WHERE status = 'Completed'").await;
     wait_until("the other one has all", async || done().await == 20).await;
-    wait_until("the paused one is parked", async || {
-        home.count("webhook_delivery_sagas WHERE status = 'Pending' AND next_attempt_at > '9999-01-01'").await == 20
-            || home
-                .count("webhook_delivery_sagas WHERE status = 'Pending' AND next_attempt_at > 253000000000000000")
-                .await
-                == 20
-    })
-    .await;
-    held.fetch_add(receiver.got().iter().filter(|got| got.path == "/hook").count(), Ordering::SeqCst);
-    assert_eq!(held.load(Ordering::SeqCst), 0);
+    let far = if home.url.starts_with("sqlite") { "253000000000000000" } else { "'9999-01-01'" };
+    let parked = format!("webhook_delivery_sagas WHERE status = 'Pending' AND next_attempt_at > {far}");
+    wait_until("the paused one is parked", async || home.count(&parked).await == 20).await;
+    assert_eq!(receiver.got().iter().filter(|got| got.path == "/hook").count(), 0);
     home.webhooks.resume(paused.id).await.unwrap().unwrap();
     for saga in sagas {
         home.ends(saga, "Completed").await;
@@ -159,5 +148,4 @@ async fn a_pause_holds_and_a_resume_lets_go(home: Home) {
     wait_until("the gate is closed again", async || home.count("subscription_gates WHERE parked = 1").await == 0).await;
     let patch = Patch { timeout_ms: Some(Some(100)), ..Patch::default() };
     assert_eq!(home.webhooks.change(paused.id, patch).await.unwrap().unwrap().timeout_ms, Some(100));
-    tokio::time::sleep(Duration::from_millis(1)).await;
 }
