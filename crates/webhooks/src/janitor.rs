@@ -1,13 +1,16 @@
 //! Deletes what is past its retention: ended sagas with their attempts and dead letters, and events no saga needs. In
 //! bounded batches, with the permit the guards ask for.
 
+use std::time::Duration;
+
 use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Dialect, Tx, Value, in_ids};
+use postrider::tx::{Tx, Value, in_ids};
 
-use crate::Webhooks;
+use crate::decide::Status;
+use crate::{Webhooks, catalog};
 
 /// Rows of one transaction.
 const BATCH: usize = 500;
@@ -15,17 +18,18 @@ const BATCH: usize = 500;
 impl Webhooks {
     /// Deletes all that is old enough; answers how many sagas and events went.
     pub async fn prune(&self) -> Result<(usize, usize)> {
-        let retention = micros_of(self.0.settings.retention);
+        let retention = self.0.settings.retention;
         let (mut sagas, mut events) = (0, 0);
-        loop {
-            let gone =
-                self.transact(Mode::Write, move |tx| Box::pin(async move { prune_sagas(tx, retention).await })).await?;
+        let mut after = Some(0);
+        while let Some(from) = after {
+            let page =
+                self.transact(Mode::Write, move |tx| Box::pin(async move { prune_sagas(tx, retention, from).await }));
+            let (gone, next) = page.await?;
             sagas += gone;
-            if gone < BATCH {
-                break;
-            }
+            after = next;
         }
         loop {
+            let retention = micros_of(retention);
             let gone = self
                 .transact(Mode::Write, move |tx| Box::pin(async move { prune_events(tx, retention).await }))
                 .await?;
@@ -38,38 +42,39 @@ impl Webhooks {
     }
 }
 
-async fn ids(tx: &mut (dyn Tx + Send), sql: &str, params: &[Value]) -> Result<Vec<i64>> {
-    let lock = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
-    tx.query(&format!("{sql}{lock}"), params).await?.iter().map(|row| row.int(0)).collect()
-}
-
-async fn prune_sagas(tx: &mut (dyn Tx + Send), retention: i64) -> Result<usize> {
-    let mut gone = Vec::new();
-    for status in ["Completed", "DeadLettered"] {
-        let mut params: Vec<Value> = vec![status.into()];
-        let before = tx.now().plus(-retention, &mut params);
-        // By the primary key: the oldest come first, and the look ends at the first batch that is full.
-        let sql = format!(
-            "SELECT id FROM webhook_delivery_sagas WHERE status = ? AND updated_at < {before} ORDER BY id LIMIT {}",
-            BATCH - gone.len()
-        );
-        if gone.len() < BATCH {
-            gone.extend(ids(tx, &sql, &params).await?);
+/// One page in the order of ids, which is that of their making: it ends where sagas are too young, so what is looked at is
+/// what is old and little more. Answers how many went, and where to go on.
+async fn prune_sagas(tx: &mut (dyn Tx + Send), retention: Duration, after: i64) -> Result<(usize, Option<i64>)> {
+    let (_, now) = catalog::version(tx).await?;
+    let before = now.minus(retention);
+    let sql = format!(
+        "SELECT id, status, created_at, updated_at FROM webhook_delivery_sagas WHERE id > ? ORDER BY id LIMIT {BATCH}"
+    );
+    let rows = tx.query(&sql, &[after.into()]).await?;
+    let (mut gone, mut last, mut young) = (Vec::new(), after, rows.len() < BATCH);
+    for row in &rows {
+        last = row.int(0)?;
+        if row.time(2)? >= before {
+            young = true;
+            break;
+        }
+        let ended = Status::parse(&row.text(1)?).is_some_and(Status::has_ended);
+        if ended && row.time(3)? < before {
+            gone.push(last);
         }
     }
-    if gone.is_empty() {
-        return Ok(0);
+    if !gone.is_empty() {
+        permit(tx, "prune").await?;
+        for (table, column) in
+            [("webhook_attempts", "saga_id"), ("dead_letters", "saga_id"), ("webhook_delivery_sagas", "id")]
+        {
+            let mut params = Vec::new();
+            let list = in_ids(tx.dialect(), &gone, &mut params);
+            tx.execute(&format!("DELETE FROM {table} WHERE {column} {list}"), &params).await?;
+        }
+        withdraw_permit(tx).await?;
     }
-    permit(tx, "prune").await?;
-    for (table, column) in
-        [("webhook_attempts", "saga_id"), ("dead_letters", "saga_id"), ("webhook_delivery_sagas", "id")]
-    {
-        let mut params = Vec::new();
-        let list = in_ids(tx.dialect(), &gone, &mut params);
-        tx.execute(&format!("DELETE FROM {table} WHERE {column} {list}"), &params).await?;
-    }
-    withdraw_permit(tx).await?;
-    Ok(gone.len())
+    Ok((gone.len(), (!young).then_some(last)))
 }
 
 /// An event goes when no saga names it any more.
