@@ -10,7 +10,7 @@ use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
 use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, StatusCode};
-use postrider::message::check_lane_name;
+use postrider::message::{check_lane_name, hex, sha256};
 use postrider::store::{Attempt, Filter, Requeued, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -148,7 +148,11 @@ pub async fn enqueue(
     caller.may_use(&lane)?;
     app.outbox.lanes().get(&lane)?;
     let message = checked(&app, message(&lane, &headers, body?)?)?;
+    // Who looks for a message by its key finds it by the key's digest; the key itself is never told.
+    let key = message.key.as_ref().map(|key| hex(&sha256(key.as_bytes())));
     let entry = app.messages.put(message).await?;
+    let outcome = Accepted::from(entry).outcome;
+    tracing::debug!(idempotency_key = key, outbox_id = entry.id, lane, status = outcome, "taken in");
     match entry.outcome {
         Enqueued::Created => Ok((StatusCode::CREATED, Json(entry.into()))),
         Enqueued::Exists => Ok((StatusCode::OK, Json(entry.into()))),
