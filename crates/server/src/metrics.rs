@@ -220,11 +220,11 @@ mod tests {
     /// Words that look like a metric of ours.
     fn metrics_in(text: &str) -> BTreeSet<String> {
         let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
-        // Outcome codes look the same, and so does a field of the log.
+        // Outcome codes look the same, and so do fields of the log.
         let ours = |word: &&str| {
             (word.starts_with("outbox_") || word.starts_with("idempo"))
                 && !word.starts_with("outbox_flush_")
-                && *word != "outbox_id"
+                && !["outbox_id", "idempotency_key"].contains(word)
         };
         words.filter(ours).map(str::to_owned).collect()
     }
