@@ -7,6 +7,7 @@ mod health;
 mod intake;
 mod outbox;
 mod reference;
+mod request;
 mod webhooks;
 
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use utoipa_axum::routes;
 
 use self::error::Refusal;
 use self::intake::{Intake, Ways};
+use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
 use crate::metrics;
 use crate::tokens::{Scope, Tokens};
 
@@ -108,7 +110,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     let publish = hooks(
         Scope::Enqueue,
-        OpenApiRouter::new().routes(routes!(webhooks::publish)).routes(routes!(webhooks::publish_batch)),
+        OpenApiRouter::new().routes(routes!(events::publish)).routes(routes!(events::publish_batch)),
     );
     let read = group(
         Scope::Read,
@@ -120,14 +122,14 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     let look = hooks(
         Scope::Read,
         OpenApiRouter::new()
-            .routes(routes!(webhooks::subscriptions))
-            .routes(routes!(webhooks::subscription))
-            .routes(routes!(webhooks::events))
-            .routes(routes!(webhooks::event_shown))
-            .routes(routes!(webhooks::sagas))
-            .routes(routes!(webhooks::saga))
-            .routes(routes!(webhooks::dead_letters))
-            .routes(routes!(webhooks::replay_shown)),
+            .routes(routes!(subscriptions::subscriptions))
+            .routes(routes!(subscriptions::subscription))
+            .routes(routes!(events::events))
+            .routes(routes!(events::event_shown))
+            .routes(routes!(sagas::sagas))
+            .routes(routes!(sagas::saga))
+            .routes(routes!(dead_letters::dead_letters))
+            .routes(routes!(replays::replay_shown)),
     );
     let operate = group(
         Scope::Operate,
@@ -139,17 +141,17 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     let manage = hooks(
         Scope::Operate,
         OpenApiRouter::new()
-            .routes(routes!(webhooks::subscribe))
-            .routes(routes!(webhooks::change))
-            .routes(routes!(webhooks::unsubscribe))
-            .routes(routes!(webhooks::pause))
-            .routes(routes!(webhooks::resume))
-            .routes(routes!(webhooks::rotate_secret))
-            .routes(routes!(webhooks::test))
-            .routes(routes!(webhooks::requeue))
-            .routes(routes!(webhooks::requeue_many))
-            .routes(routes!(webhooks::replay))
-            .routes(routes!(webhooks::replay_cancelled)),
+            .routes(routes!(subscriptions::subscribe))
+            .routes(routes!(subscriptions::change))
+            .routes(routes!(subscriptions::unsubscribe))
+            .routes(routes!(subscriptions::pause))
+            .routes(routes!(subscriptions::resume))
+            .routes(routes!(subscriptions::rotate_secret))
+            .routes(routes!(subscriptions::test))
+            .routes(routes!(dead_letters::requeue))
+            .routes(routes!(dead_letters::requeue_many))
+            .routes(routes!(replays::replay))
+            .routes(routes!(replays::replay_cancelled)),
     );
     let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz));
     OpenApiRouter::with_openapi(Description::openapi())

@@ -20,10 +20,10 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::auth::Caller;
 use super::error::{ErrorBody, Refusal};
+use super::request::{cursor, header, id_of, listing, page_of, unquoted};
 use crate::config::values::parse_duration;
 
 const MOST_OF_A_BATCH: usize = 1000;
-const MOST_OF_A_LIST: u32 = 1000;
 
 /// What became of a message.
 #[derive(Serialize, ToSchema)]
@@ -72,25 +72,9 @@ fn lane_of(path: Result<Path<String>, PathRejection>) -> Result<String, Refusal>
     Ok(path?.0)
 }
 
-fn id_of(path: Result<Path<String>, PathRejection>) -> Result<i64, Refusal> {
-    let text = path?.0;
-    text.parse().map_err(|_| Refusal::invalid(format!("`{text}` is no message id; ids are whole numbers")))
-}
-
-pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
-    let Some(value) = headers.get(name) else { return Ok(None) };
-    let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
-    text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
-}
-
 fn parsed<T>(headers: &HeaderMap, name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Option<T>, Refusal> {
     let read = header(headers, name)?.map(|text| parse(text.trim()));
     read.transpose().map_err(|e| Refusal::invalid(format!("{name}: {e}")))
-}
-
-/// A key in the quoted form of the IETF draft is the same key.
-fn unquoted(key: &str) -> &str {
-    key.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(key)
 }
 
 fn message(lane: &str, headers: &HeaderMap, payload: Bytes) -> Result<NewMessage, Refusal> {
@@ -345,12 +329,7 @@ pub struct MessageWithHistory {
     history: Vec<AttemptView>,
 }
 
-#[derive(Serialize, ToSchema)]
-pub struct MessageList {
-    items: Vec<MessageView>,
-    /// For the next page; null at the end.
-    next_cursor: Option<String>,
-}
+listing!(MessageList, MessageView);
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
@@ -391,14 +370,9 @@ pub async fn list(
     };
     let status =
         query.status.map(|text| text.parse::<Status>()).transpose().map_err(|e| Refusal::invalid(e.to_string()))?;
-    let limit = query.limit.unwrap_or(50);
-    if !(1..=MOST_OF_A_LIST).contains(&limit) {
-        return Err(Refusal::invalid(format!("limit must be from 1 to {MOST_OF_A_LIST}, not {limit}")));
-    }
-    let cursor = |text: String| text.parse::<i64>().map_err(|_| Refusal::invalid("this is no cursor of ours"));
-    let before = query.cursor.map(cursor).transpose()?;
+    let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
     let items = app.outbox.list(Filter { lane, status, before, limit }).await?;
-    let next_cursor = items.last().filter(|_| items.len() == limit as usize).map(|last| last.id.to_string());
+    let next_cursor = cursor(items.last().filter(|_| items.len() == limit as usize).map(|last| last.id));
     Ok(Json(MessageList { items: items.into_iter().map(MessageView::from).collect(), next_cursor }))
 }
 

@@ -1,0 +1,58 @@
+//! What handlers need of a request: ids in the path, pages of a list, headers.
+
+use axum::Json;
+use axum::extract::Path;
+use axum::extract::rejection::{JsonRejection, PathRejection};
+use axum::http::HeaderMap;
+
+use super::error::Refusal;
+
+const MOST_OF_A_LIST: u32 = 1000;
+
+pub type Body<T> = Result<Json<T>, JsonRejection>;
+pub type Id = Result<Path<String>, PathRejection>;
+
+pub fn id_of(path: Id) -> Result<i64, Refusal> {
+    let text = path?.0;
+    text.parse().map_err(|_| Refusal::invalid(format!("`{text}` is no id; ids are whole numbers")))
+}
+
+pub fn no(what: &str, id: i64) -> Refusal {
+    Refusal::not_found(format!("there is no {what} {id}"))
+}
+
+pub fn page_of(limit: Option<u32>, cursor: Option<&String>) -> Result<(u32, Option<i64>), Refusal> {
+    let limit = limit.unwrap_or(50);
+    if !(1..=MOST_OF_A_LIST).contains(&limit) {
+        return Err(Refusal::invalid(format!("limit must be from 1 to {MOST_OF_A_LIST}, not {limit}")));
+    }
+    let cursor = cursor.map(|text| text.parse::<i64>()).transpose();
+    Ok((limit, cursor.map_err(|_| Refusal::invalid("cursor is not one of ours; take it from next_cursor"))?))
+}
+
+macro_rules! listing {
+    ($name:ident, $item:ty) => {
+        #[derive(serde::Serialize, utoipa::ToSchema)]
+        pub struct $name {
+            items: Vec<$item>,
+            /// Where the next page begins; null at the end.
+            next_cursor: Option<String>,
+        }
+    };
+}
+pub(super) use listing;
+
+pub fn cursor(next: Option<i64>) -> Option<String> {
+    next.map(|id| id.to_string())
+}
+
+pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
+    let Some(value) = headers.get(name) else { return Ok(None) };
+    let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
+    text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
+}
+
+/// A key in the quoted form of the IETF draft is the same key.
+pub fn unquoted(key: &str) -> &str {
+    key.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(key)
+}
