@@ -132,6 +132,7 @@ pub(crate) async fn seize(
     owner: &str,
     ids: &[i64],
     lease: Duration,
+    wanted: &(dyn Fn(&str, bool) -> bool + Send + Sync),
 ) -> Result<Vec<(String, Lease)>> {
     let mut ids = ids.to_vec();
     ids.sort_unstable();
@@ -139,14 +140,17 @@ pub(crate) async fn seize(
     let mut params = Vec::new();
     let list = in_ids(dialect, &ids, &mut params);
     let sql = format!(
-        "SELECT id, lease_token, lane FROM {} WHERE id {list} ORDER BY id{}",
+        "SELECT id, lease_token, lane, locked_by FROM {} WHERE id {list} ORDER BY id{}",
         by_id(dialect),
         for_update(dialect)
     );
     let rows = tx.query(&sql, &params).await?;
     let mut leases = Vec::with_capacity(rows.len());
     for row in rows {
-        leases.push((row.text(2)?, Lease { id: row.int(0)?, token: row.int(1)? + 1 }));
+        let lane = row.text(2)?;
+        if wanted(&lane, row.opt_text(3)?.is_some()) {
+            leases.push((lane, Lease { id: row.int(0)?, token: row.int(1)? + 1 }));
+        }
     }
     let found: Vec<i64> = leases.iter().map(|(_, l)| l.id).collect();
     if !found.is_empty() {

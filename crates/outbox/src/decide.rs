@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::backoff::Backoff;
 use crate::lease::ORDINARY_SUSPICION;
 use crate::message::Message;
-use crate::outcome::{Certainty, Outcome, Reach, Verdict, code};
+use crate::outcome::{Certainty, Fault, Outcome, Reach, Verdict, code};
 use crate::time::Timestamp;
 
 /// The budgets of a lane.
@@ -18,6 +18,8 @@ pub struct Budgets {
     pub backoff: Backoff,
     /// The longest `Retry-After` that is honoured.
     pub retry_after_cap: Duration,
+    /// What may have been sent never ends by a budget: it is tried until it is resolved.
+    pub keep_unresolved: bool,
 }
 
 impl Default for Budgets {
@@ -27,6 +29,7 @@ impl Default for Budgets {
             max_crashes: 5,
             backoff: Backoff::default(),
             retry_after_cap: Duration::from_secs(3600),
+            keep_unresolved: false,
         }
     }
 }
@@ -46,30 +49,36 @@ pub enum Decision {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Before {
     pub attempts: u32,
+    /// An earlier attempt may have arrived.
+    pub maybe_sent: bool,
     /// It is `maybe_sent` only because this very attempt said so before its first byte.
     pub begun_now: bool,
 }
 
 /// Turns an outcome into what is recorded.
 pub fn after_delivery(outcome: Outcome, before: Before, budgets: &Budgets, chance: f64) -> Decision {
-    let certainty = |reach| match reach {
+    let certainty = |fault: &Fault| match fault.reach {
         Reach::Unknown => Certainty::MaybeSent,
-        _ if before.begun_now => Certainty::Resolved,
+        _ if before.begun_now || fault.resolves => Certainty::Resolved,
         _ => Certainty::Unchanged,
     };
     Decision::Settle(match outcome {
         Outcome::Sent { result_ref } => Verdict::Sent { result_ref, dedup_hit: false },
         Outcome::Defer { delay, code } => return Decision::Defer { delay, code: code.into_owned() },
-        Outcome::Dead(fault) => Verdict::Dead {
-            code: fault.code.into_owned(),
-            error: fault.error,
-            certainty: certainty(fault.reach),
-            counted: true,
-        },
+        Outcome::Dead(fault) => {
+            let certainty = certainty(&fault);
+            Verdict::Dead { code: fault.code.into_owned(), error: fault.error, certainty, counted: true }
+        }
         Outcome::Retry { fault, retry_after } => {
-            let (code, error, certainty) = (fault.code.into_owned(), fault.error, certainty(fault.reach));
+            let certainty = certainty(&fault);
+            let (code, error) = (fault.code.into_owned(), fault.error);
             let counted = before.attempts.saturating_add(1);
-            if counted >= budgets.max_attempts {
+            let unresolved = match certainty {
+                Certainty::Unchanged => before.maybe_sent,
+                Certainty::MaybeSent => true,
+                Certainty::Resolved => false,
+            };
+            if counted >= budgets.max_attempts && !(unresolved && budgets.keep_unresolved) {
                 Verdict::Dead { code, error, certainty, counted: true }
             } else {
                 let wanted = retry_after.unwrap_or_default().min(budgets.retry_after_cap);
@@ -81,8 +90,9 @@ pub fn after_delivery(outcome: Outcome, before: Before, budgets: &Budgets, chanc
 }
 
 /// Why a freshly claimed message must not be delivered at all, if so.
-pub fn burial(message: &Message, max_crashes: u32, now: Timestamp) -> Option<Verdict> {
-    let (code, error) = if message.crashes >= max_crashes {
+pub fn burial(message: &Message, budgets: &Budgets, now: Timestamp) -> Option<Verdict> {
+    let kept = budgets.keep_unresolved && message.maybe_sent;
+    let (code, error) = if message.crashes >= budgets.max_crashes && !kept {
         let crashes = message.crashes;
         (code::POISON, format!("{crashes} workers died while holding it; requeue it once its cause is mended"))
     } else if !message.maybe_sent && message.deliver_before.is_some_and(|limit| limit < now) {
@@ -136,7 +146,6 @@ pub fn honours_retry_after(status: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::outcome::Fault;
 
     fn retry(reach: Reach, retry_after: Option<Duration>) -> Outcome {
         Outcome::Retry { fault: Fault::new("HTTP_503", "busy", reach), retry_after }
@@ -180,7 +189,7 @@ mod tests {
     #[test]
     fn an_unanswered_attempt_is_remembered() {
         let certainty = |begun_now, reach| {
-            let before = Before { attempts: 0, begun_now };
+            let before = Before { begun_now, ..Before::default() };
             match after_delivery(retry(reach, None), before, &Budgets::default(), 0.5) {
                 Decision::Settle(Verdict::Retry { certainty, .. }) => certainty,
                 other => panic!("{other:?}"),
@@ -192,6 +201,28 @@ mod tests {
         assert_eq!(certainty(true, Reach::Unknown), Certainty::MaybeSent);
         assert_eq!(certainty(true, Reach::NeverSent), Certainty::Resolved, "it said that it would send, and did not");
         assert_eq!(certainty(true, Reach::Answered), Certainty::Resolved);
+    }
+
+    #[test]
+    fn what_may_have_been_sent_does_not_end_by_a_budget() {
+        let budgets = Budgets { max_attempts: 2, keep_unresolved: true, ..Budgets::default() };
+        let ends = |budgets: &Budgets, maybe_sent, reach, resolves| {
+            let mut outcome = retry(reach, None);
+            if let Outcome::Retry { fault, .. } = &mut outcome {
+                fault.resolves = resolves;
+            }
+            let before = Before { attempts: 9, maybe_sent, begun_now: false };
+            match after_delivery(outcome, before, budgets, 0.5) {
+                Decision::Settle(verdict) => verdict.ends(),
+                Decision::Defer { .. } => panic!("deferred"),
+            }
+        };
+        assert!(!ends(&budgets, true, Reach::Answered, false), "an earlier attempt is in doubt");
+        assert!(!ends(&budgets, false, Reach::Unknown, false), "this one is");
+        assert!(ends(&budgets, false, Reach::Answered, false));
+        assert!(ends(&budgets, true, Reach::Answered, true), "the doubt is over");
+        let others = Budgets { keep_unresolved: false, ..budgets };
+        assert!(ends(&others, true, Reach::Unknown, false));
     }
 
     #[test]

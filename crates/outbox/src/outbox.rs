@@ -303,19 +303,33 @@ impl Outbox {
 
     /// Takes live messages whatever their due time or lease, under a new token; then settle or defer them as `owner`.
     pub async fn seize(&self, owner: &str, ids: Vec<i64>, lease: Duration) -> Result<Vec<(String, Lease)>> {
-        let work = Arc::new((owner.to_owned(), ids));
+        self.seize_where(owner, ids, lease, |_, _| true).await
+    }
+
+    /// Those for whose lane and lease (is it held?) `wanted` says yes.
+    async fn seize_where(
+        &self,
+        owner: &str,
+        ids: Vec<i64>,
+        lease: Duration,
+        wanted: impl Fn(&str, bool) -> bool + Send + Sync + 'static,
+    ) -> Result<Vec<(String, Lease)>> {
+        let work = Arc::new((owner.to_owned(), ids, wanted));
         transact(&*self.store, Mode::Write, move |tx| {
             let work = work.clone();
-            Box::pin(async move { cold::seize(tx, &work.0, &work.1, lease).await })
+            Box::pin(async move { cold::seize(tx, &work.0, &work.1, lease, &work.2).await })
         })
         .await
     }
 
-    /// Gives messages back to be claimed by anybody now, whoever held them; answers which were live.
+    /// Gives messages back to be claimed by anybody now, whoever held them; answers which were live. What nobody holds on
+    /// a lane that has an owner waits for a reason the owner knows, and is left alone.
     pub async fn release(&self, ids: Vec<i64>) -> Result<Vec<i64>> {
         let owner = format!("operator:{}", crate::clock::incarnation(None));
-        let leases: Vec<Lease> =
-            self.seize(&owner, ids, Duration::from_secs(60)).await?.into_iter().map(|(_, lease)| lease).collect();
+        let lanes = self.lanes().clone();
+        let wanted = move |lane: &str, held: bool| held || lanes.permit(lane, None).is_ok();
+        let seized = self.seize_where(&owner, ids, Duration::from_secs(60), wanted).await?;
+        let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
         let given = self.store.defer(&owner, &leases, Duration::ZERO, Some(code::RELEASED)).await?;
         self.ring();
         Ok(leases.iter().zip(given).filter(|(_, given)| *given).map(|(lease, _)| lease.id).collect())
@@ -350,6 +364,11 @@ impl Outbox {
         }
         self.ring();
         Ok(answers)
+    }
+
+    /// The same inside a transaction of the peer that owns the lane.
+    pub async fn requeue_in(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
+        cold::requeue(tx, id, self.lanes(), self.owns).await
     }
 
     /// Deletes one bounded batch of what ended long enough ago; of each lane without an owner, if none is named.

@@ -25,11 +25,13 @@ pub struct Fault {
     /// For people; cut to 512 characters when stored.
     pub error: String,
     pub reach: Reach,
+    /// Whatever was in doubt before this attempt is known not to have arrived.
+    pub resolves: bool,
 }
 
 impl Fault {
     pub fn new(code: impl Into<Cow<'static, str>>, error: impl Into<String>, reach: Reach) -> Self {
-        Fault { code: code.into(), error: error.into(), reach }
+        Fault { code: code.into(), error: error.into(), reach, resolves: false }
     }
 }
 

@@ -380,6 +380,7 @@ impl World {
             max_crashes: 5,
             backoff: Backoff::Exponential { base: Duration::from_secs(1), max: Duration::from_secs(30), jitter: 0.3 },
             retry_after_cap: Duration::from_secs(60),
+            ..Budgets::default()
         };
         let lane = LaneSettings {
             concurrency: 8,

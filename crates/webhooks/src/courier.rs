@@ -291,7 +291,7 @@ impl Webhooks {
             Ok(request) => request,
             Err(code) => return Report::not_sent(code),
         };
-        let answer = self.0.exchange.post(request, subscription.timeout(&self.0.settings)).await;
+        let answer = self.0.exchange.send(request, subscription.timeout(&self.0.settings)).await;
         let took = Tick::now().since(tick);
         let report = Report { started_at, took, kept_at: Tick::now(), ..Report::not_sent("") };
         match answer {

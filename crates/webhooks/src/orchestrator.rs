@@ -76,6 +76,13 @@ struct Told {
     retry_after: Option<Duration>,
 }
 
+/// What one look at everything brought.
+struct Round {
+    moved: usize,
+    /// More was due than one look takes.
+    more_due: bool,
+}
+
 /// What applying results brought.
 #[derive(Default)]
 struct Applied {
@@ -100,7 +107,12 @@ impl Webhooks {
                 looked_at = Some(tick);
             }
             let busy = match self.round(look).await {
-                Ok(moved) => moved >= BATCH,
+                Ok(Round { moved, more_due }) => {
+                    if more_due {
+                        looked_at = None;
+                    }
+                    moved >= BATCH
+                }
                 Err(error) => {
                     tracing::warn!(%error, "the orchestrator could not go on; it will try again");
                     tokio::select! { () = &mut shutdown => return, () = tokio::time::sleep(Duration::from_secs(1)) => {} }
@@ -134,14 +146,17 @@ impl Webhooks {
 
     /// One look at everything; answers how many sagas moved. For tests and `--once`.
     pub async fn pass(&self) -> Result<usize> {
-        self.round(true).await
+        Ok(self.round(true).await?.moved)
     }
 
-    async fn round(&self, look: bool) -> Result<usize> {
+    async fn round(&self, look: bool) -> Result<Round> {
         let mut moved = self.apply_results().await?;
+        let mut more_due = false;
         if look {
             for status in [Status::Pending, Status::PendingRetry] {
-                moved += self.start_due(status).await?;
+                let started = self.start_due(status).await?;
+                more_due |= started >= BATCH;
+                moved += started;
             }
             moved += self.replay_step().await?;
         }
@@ -149,7 +164,7 @@ impl Webhooks {
         if moved > 0 {
             self.0.outbox.ring();
         }
-        Ok(moved)
+        Ok(Round { moved, more_due })
     }
 
     // ---- results ----

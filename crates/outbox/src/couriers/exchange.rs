@@ -97,7 +97,7 @@ impl Exchange {
         Ok(Exchange { client })
     }
 
-    pub async fn post(&self, mut request: Request<Full<Bytes>>, timeout: Duration) -> Answer {
+    pub async fn send(&self, mut request: Request<Full<Bytes>>, timeout: Duration) -> Answer {
         let connection = capture_connection(&mut request);
         let remote = || {
             let metadata = connection.connection_metadata();

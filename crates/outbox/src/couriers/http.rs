@@ -156,7 +156,7 @@ impl Courier for Http {
             Ok(request) => request,
             Err(e) => return Outcome::Dead(Fault::new("INVALID_HEADER", e.to_string(), Reach::NeverSent)),
         };
-        let (status, headers, body) = match self.exchange.post(request, self.timeout).await {
+        let (status, headers, body) = match self.exchange.send(request, self.timeout).await {
             Answer::Answered { status, headers, body, .. } => (status, headers, body),
             Answer::Unanswered { code, cause, reach, .. } => return self.unanswered(code, &cause, reach),
         };

@@ -221,7 +221,7 @@ impl Core {
             first_twin: false,
             began: now,
         };
-        if let Some(verdict) = decide::burial(&message, lane.settings.budgets.max_crashes, db_now) {
+        if let Some(verdict) = decide::burial(&message, &lane.settings.budgets, db_now) {
             held.state = State::Settling;
             lane.add_verdict(Settlement::new(message.lease(), verdict), now);
         } else if matches!(self.phase, Phase::Draining { .. }) || lane.gate == Gate::Paused {

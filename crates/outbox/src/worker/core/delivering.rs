@@ -11,15 +11,18 @@ impl Core {
         let settings = &lane.settings;
         let (third, per_target) = (settings.lease / 3, settings.per_target());
         let mut passed_over: VecDeque<Box<Message>> = VecDeque::new();
-        let mut crowded = 0;
+        let mut crowded: usize = 0;
         while lane.running < settings.concurrency {
             let Some(message) = lane.ready.pop_front() else { break };
             let Some(held) = self.held.get_mut(&message.id) else { continue };
             // Right before the first byte at least a third of the lease must be left; `renew` sees to the others.
             let fresh = held.until.since(now) >= third;
-            let crowd = held.target.as_ref().is_some_and(|t| lane.by_target.get(t).copied().unwrap_or(0) >= per_target);
-            if !fresh || held.state != (State::Ready { checked: true }) || crowd {
-                crowded += usize::from(crowd);
+            let full = held.target.as_ref().filter(|t| lane.by_target.get(*t).is_some_and(|n| *n >= per_target));
+            if let Some(target) = full {
+                crowded += 1;
+                lane.crowds.entry(target.clone()).or_insert_with(|| Crowd::new(now));
+            }
+            if !fresh || held.state != (State::Ready { checked: true }) || full.is_some() {
                 passed_over.push_back(message);
                 continue;
             }
@@ -33,18 +36,42 @@ impl Core {
         }
         passed_over.append(&mut lane.ready);
         lane.ready = passed_over;
-        // More of one target than will fit soon would keep the others out: give the rest back for a moment.
         // With `once` it would be gone for this run, though it was due.
         let excess = if self.once { 0 } else { crowded.saturating_sub(settings.prefetch()) };
-        // But a crowd that moves is soon gone.
-        lane.crowded = excess > 0 && now.since(lane.crowd_moved) < CROWD_PATIENCE;
-        let excess = if lane.crowded { 0 } else { excess };
-        for _ in 0..excess {
-            let Some(message) = lane.ready.pop_back() else { break };
-            let Some(held) = self.held.get_mut(&message.id) else { continue };
+        self.thin_out(index, excess, now);
+    }
+
+    /// More of one target than will fit soon would keep the others out: gives so many back, the last first, unless their
+    /// crowd moves and is soon gone.
+    fn thin_out(&mut self, index: usize, mut excess: usize, now: Tick) {
+        let lane = &mut self.lanes[index];
+        lane.crowded = None;
+        if excess == 0 {
+            return;
+        }
+        let mut kept = VecDeque::with_capacity(lane.ready.len());
+        while let Some(message) = lane.ready.pop_back() {
+            let held = self.held.get_mut(&message.id);
+            let crowd = message.target.as_ref().and_then(|target| lane.crowds.get_mut(target));
+            let (Some(held), Some(crowd), true) = (held, crowd, excess > 0) else {
+                kept.push_front(message);
+                continue;
+            };
+            let patience = crowd.moved.plus(CROWD_PATIENCE);
+            if now < patience {
+                lane.crowded = Some(lane.crowded.map_or(patience, |at| at.min(patience)));
+                kept.push_front(message);
+                continue;
+            }
+            excess -= 1;
             held.state = State::Settling;
-            let delay = Duration::from_millis(500 + self.rng.u64(0..1000));
+            let delay = crowd.next_turn(now, self.rng.f64());
             lane.give_back.push((Lease { id: message.id, token: held.token }, delay, Some("TARGET_BUSY".to_owned())));
+        }
+        lane.ready = kept;
+        if lane.crowds.len() > MOST_CROWDS {
+            let Lane { crowds, by_target, .. } = lane;
+            crowds.retain(|target, crowd| crowd.horizon > now || by_target.contains_key(target));
         }
     }
 
@@ -56,17 +83,22 @@ impl Core {
         if let Some(target) = &held.target
             && let Some(count) = lane.by_target.get_mut(target)
         {
-            if *count >= lane.settings.per_target() {
-                lane.crowd_moved = now;
+            if let Some(crowd) = lane.crowds.get_mut(target) {
+                crowd.moved = now;
+                crowd.ended += 1;
             }
             *count -= 1;
             if *count == 0 {
                 lane.by_target.remove(target);
+                if lane.crowds.get(target).is_some_and(|crowd| crowd.horizon <= now) {
+                    lane.crowds.remove(target);
+                }
             }
         }
         held.state = State::Settling;
         let lease = Lease { id, token: held.token };
-        let before = Before { attempts: held.attempts, begun_now: begun && !held.maybe_sent };
+        let (attempts, maybe_sent) = (held.attempts, held.maybe_sent);
+        let before = Before { attempts, maybe_sent, begun_now: begun && !maybe_sent };
         match decide::after_delivery(outcome, before, &lane.settings.budgets, chance) {
             Decision::Settle(verdict) => {
                 let took = Some(now.since(held.began));

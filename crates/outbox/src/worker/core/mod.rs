@@ -33,6 +33,11 @@ const WALK_PAUSE: Duration = Duration::from_secs(1);
 const SETTLE_WAIT: Duration = Duration::from_millis(3);
 /// A target that has more than its share, and of which nothing ended for so long, is slow: what is too much is given back.
 const CROWD_PATIENCE: Duration = Duration::from_millis(50);
+/// What is given back of a crowd comes again at the pace its target has shown, or at this one, within this time.
+const CROWD_PER_SECOND: f64 = 50.0;
+const CROWD_HORIZON: Duration = Duration::from_secs(300);
+/// Targets remembered as crowded before those that are no longer are forgotten.
+const MOST_CROWDS: usize = 1000;
 /// Claims under way at once, per lane; the second only while there is more than one brings.
 const CLAIMS: usize = 2;
 /// Settles under way at once, per lane.
@@ -293,6 +298,42 @@ impl Trouble {
     }
 }
 
+/// A target with its full share of slots and more waiting. What does not fit is given back, spread over the time the
+/// target will take for it: thousands for a dead one are then met a few at a time, and keep nobody out.
+#[derive(Debug)]
+struct Crowd {
+    since: Tick,
+    /// Deliveries that ended since.
+    ended: u32,
+    /// When the last one did.
+    moved: Tick,
+    /// When what was given back last is due again.
+    horizon: Tick,
+}
+
+impl Crowd {
+    fn new(now: Tick) -> Self {
+        Crowd { since: now, ended: 0, moved: now, horizon: now }
+    }
+
+    /// How long the next one given back waits.
+    fn next_turn(&mut self, now: Tick, chance: f64) -> Duration {
+        let seen = f64::from(self.ended) / now.since(self.since).as_secs_f64().max(1.0);
+        let per_second = (seen * 1.25).max(CROWD_PER_SECOND);
+        let due =
+            self.horizon.max(now.plus(Duration::from_millis(500))).plus(Duration::from_secs_f64(1.0 / per_second));
+        let wait = match due.since(now) {
+            wait if wait > CROWD_HORIZON => CROWD_HORIZON.mul_f64(chance),
+            wait => {
+                self.horizon = due;
+                wait
+            }
+        };
+        // Whole seconds, so that many share one statement.
+        if wait < Duration::from_secs(2) { wait } else { Duration::from_secs(wait.as_secs() + 1) }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
     /// Whether it is paused is not known yet.
@@ -315,10 +356,10 @@ struct Lane {
     ready: VecDeque<Box<Message>>,
     running: usize,
     by_target: HashMap<String, usize>,
-    /// More of one target is held than may run or wait.
-    crowded: bool,
-    /// When a delivery to a target with its full share last ended; the crowd there moves.
-    crowd_moved: Tick,
+    /// Targets that had their full share, with more waiting.
+    crowds: HashMap<String, Crowd>,
+    /// More of one target is held than may run or wait: when to look at it again.
+    crowded: Option<Tick>,
     verdicts: Vec<Settlement>,
     verdicts_since: Tick,
     settling: usize,
@@ -419,8 +460,8 @@ impl Core {
             ready: VecDeque::new(),
             running: 0,
             by_target: HashMap::new(),
-            crowded: false,
-            crowd_moved: Tick::default(),
+            crowds: HashMap::new(),
+            crowded: None,
             verdicts: Vec::new(),
             verdicts_since: now,
             settling: 0,
@@ -538,8 +579,8 @@ impl Core {
                 at(lane.settle_trouble.until);
             }
             // A crowd that may have stopped.
-            if lane.crowded {
-                at(lane.crowd_moved.plus(CROWD_PATIENCE));
+            if let Some(look_at) = lane.crowded {
+                at(look_at);
             }
             if !lane.renewing {
                 at(lane.renew_at);
