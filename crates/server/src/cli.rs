@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use postrider::Timestamp;
 use postrider::store::Status;
 
@@ -67,6 +67,9 @@ pub enum Command {
     /// Subscribe, publish, look at deliveries, bring dead letters back
     #[command(subcommand)]
     Webhooks(Webhooks),
+    /// Place orders, see where they stand, bring back what failed, settle by hand
+    #[command(subcommand)]
+    Orders(Orders),
     /// Make, list and revoke access tokens for the API
     #[command(subcommand)]
     Token(Token),
@@ -240,6 +243,66 @@ pub enum Webhooks {
     Replay(ReplayArgs),
     /// Bring secrets over to the first key of [secrets] key, after a new one was put in front
     Reseal,
+}
+
+/// Place orders, see where they stand, bring back what failed, settle by hand.
+#[derive(Debug, Subcommand)]
+pub enum Orders {
+    /// Take an order in; the same key and order again shows where it stands
+    Place(PlaceOrder),
+    /// Show where an order stands: accepted, or its result
+    Show { key: String },
+    /// Show the ledger's entry of an order, and how it came about
+    Ledger { key: String },
+    /// Bring an order back that failed
+    Requeue { key: String },
+    /// Say what became of an order that waits for a person (NEEDS_RECONCILE)
+    Settle {
+        key: String,
+        /// What the broker says
+        #[arg(long = "as", value_enum, value_name = "STATUS")]
+        ended: EndedAs,
+        /// What the broker calls it
+        #[arg(long, value_name = "REF")]
+        broker_ref: Option<String>,
+        /// Why, for the ledger's events
+        #[arg(long, value_name = "TEXT")]
+        reason: Option<String>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum EndedAs {
+    Succeeded,
+    Failed,
+}
+
+#[derive(Debug, Args)]
+pub struct PlaceOrder {
+    /// A key of your own for this order, the same for every attempt
+    #[arg(long, value_name = "KEY")]
+    pub key: String,
+    /// Like AAPL
+    #[arg(long, value_name = "NAME")]
+    pub instrument: Option<String>,
+    /// BUY or SELL
+    #[arg(long, value_name = "SIDE")]
+    pub side: Option<String>,
+    #[arg(long, value_name = "N")]
+    pub qty: Option<String>,
+    /// [default: at the market]
+    #[arg(long, value_name = "N")]
+    pub price: Option<String>,
+    /// IOC, FOK or GTC
+    #[arg(long, value_name = "WORD", default_value = "IOC")]
+    pub time_in_force: String,
+    #[arg(long, value_name = "ID")]
+    pub order_id: Option<String>,
+    /// The whole order, as JSON
+    #[arg(long, value_name = "JSON", conflicts_with_all = ["payload_file", "instrument"])]
+    pub payload: Option<String>,
+    #[arg(long, value_name = "FILE", conflicts_with = "instrument")]
+    pub payload_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -6,10 +6,10 @@ use std::time::Duration;
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::couriers::{Log, Noop};
 use postrider::{Courier, Outbox};
-use postrider_webhooks::Webhooks;
 
 use crate::failure::{Failure, Result};
 use crate::output::Output;
+use crate::parts::Parts;
 
 /// Where the messages of a lane go.
 #[derive(Clone, PartialEq)]
@@ -25,6 +25,8 @@ pub enum Destination {
     Nowhere,
     /// Whoever subscribed.
     Webhooks,
+    /// The broker of `[orders]`.
+    Orders,
 }
 
 impl std::fmt::Debug for Destination {
@@ -41,6 +43,7 @@ impl Destination {
             Destination::Print { .. } => "log",
             Destination::Nowhere => "noop",
             Destination::Webhooks => "webhook",
+            Destination::Orders => "broker",
         }
     }
 
@@ -62,22 +65,16 @@ impl Destination {
     pub fn check(&self) -> postrider::Result<()> {
         match self {
             Destination::Http { url, timeout, headers } => http(url, *timeout, headers, "any").map(drop),
-            Destination::Print { .. } | Destination::Nowhere | Destination::Webhooks => Ok(()),
+            Destination::Print { .. } | Destination::Nowhere | Destination::Webhooks | Destination::Orders => Ok(()),
         }
     }
 
-    pub async fn courier(
-        &self,
-        outbox: &Outbox,
-        webhooks: Option<&Webhooks>,
-        output: Output,
-    ) -> Result<Arc<dyn Courier>> {
+    pub async fn courier(&self, outbox: &Outbox, parts: Option<&Parts>, output: Output) -> Result<Arc<dyn Courier>> {
+        let opened = || parts.ok_or_else(|| Failure::failed("the parts of this outbox were not opened"));
         Ok(match self {
             Destination::Nowhere => Arc::new(Noop),
-            Destination::Webhooks => {
-                let missing = || Failure::failed("the lane `webhooks` was not opened");
-                Arc::new(webhooks.ok_or_else(missing)?.courier())
-            }
+            Destination::Webhooks => Arc::new(opened()?.webhooks.courier()),
+            Destination::Orders => Arc::new(opened()?.orders.courier()),
             // With --json, standard output is for the one document.
             Destination::Print { show_payload } => {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })

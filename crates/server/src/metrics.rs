@@ -6,6 +6,7 @@ use std::time::Duration;
 use postrider::Outbox;
 use postrider::clock::Tick;
 use postrider::observe::{Observer, Phase, Standing, Told};
+use postrider::outcome::FlushCode;
 use postrider::store::Vitals;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
@@ -54,6 +55,11 @@ struct Depth {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Entry {
+    status: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Connection {
     state: &'static str,
 }
@@ -80,6 +86,7 @@ pub struct Meters {
     oldest: Family<Lane, Seconds>,
     paused: Family<Lane, Gauge>,
     conflicts: Family<Lane, Counter>,
+    ledger_writes: Family<Entry, Counter>,
     connections: Family<Connection, Gauge>,
     dead_tuples: Family<Table, Gauge>,
     xmin_age: Gauge,
@@ -115,6 +122,11 @@ impl Meters {
             oldest: kept(r, "outbox_oldest_due_seconds", "Age of the oldest message that is due and not held"),
             paused: kept(r, "outbox_paused", "1 where the lane is paused"),
             conflicts: kept(r, "idempotency_conflicts", "Keys that came again with another content"),
+            ledger_writes: kept(
+                r,
+                "idempo_ledger_writes",
+                "Entries of the order ledger written, by where they then stood",
+            ),
             connections: kept(r, "outbox_pool_connections", "Connections to the database"),
             dead_tuples: kept(r, "outbox_postgres_dead_tuples", "Dead rows that vacuum has not taken away yet"),
             xmin_age: kept(
@@ -151,6 +163,11 @@ impl Meters {
     /// A key came again with another content.
     pub fn conflict(&self, name: &str) {
         self.conflicts.get_or_create(&lane(name)).inc();
+    }
+
+    /// An entry of the order ledger was written, and stands so.
+    pub fn ledger_write(&self, status: &'static str) {
+        self.ledger_writes.get_or_create(&Entry { status }).inc();
     }
 
     fn show(&self, vitals: &Vitals) {
@@ -190,7 +207,14 @@ impl Observer for Meters {
     fn settled(&self, told: &Told<'_>) {
         let lane = told.lane.to_owned();
         self.processed.get_or_create(&Outcome { lane: lane.clone(), outcome: told.outcome.as_str() }).inc();
-        if told.outcome == postrider::outcome::FlushCode::Retry {
+        if told.lane == postrider_orders::LANE {
+            match told.outcome {
+                FlushCode::Success => self.ledger_write("succeeded"),
+                FlushCode::Dead => self.ledger_write("failed"),
+                _ => {}
+            }
+        }
+        if told.outcome == FlushCode::Retry {
             self.retries.get_or_create(&Attempt { lane, attempt: told.attempt }).inc();
         }
     }
@@ -235,11 +259,12 @@ mod tests {
         // A family is told from its first number on.
         let meters = Meters::new();
         meters.claimed("l", 1, 1);
-        let outcome = postrider::outcome::FlushCode::Retry;
+        let outcome = FlushCode::Retry;
         meters.settled(&Told { lane: "l", outbox_id: 1, outcome, attempt: 1, reason_code: None, took: None });
         meters.took("l", Phase::Send, Duration::ZERO);
         meters.standing("l", Standing::default());
         meters.conflict("l");
+        meters.ledger_write("succeeded");
         let (pool, dead_tuples) = (Some(Default::default()), vec![("outbox".to_owned(), 1)]);
         meters.show(&Vitals { pool, dead_tuples, ..Vitals::default() });
         meters.depth.get_or_create(&Depth { lane: "l".to_owned(), status: State::Pending }).set(1);

@@ -3,22 +3,52 @@
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use postrider::Outbox;
 use postrider::alerts::Alerts;
 use postrider::store::{Mode, transact};
+use postrider_orders::Orders;
+use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
 use postrider_webhooks::Webhooks;
 use postrider_webhooks::keyring::Keyring;
 
-use crate::config::{ALERTS, Config};
+use crate::config::{ALERTS, Broker, Config};
 use crate::failure::{Failure, Result};
 use crate::secret;
 
+/// All of them.
+#[derive(Clone)]
+pub struct Parts {
+    pub webhooks: Webhooks,
+    pub orders: Orders,
+}
+
+impl Parts {
+    pub async fn open(config: &Config, outbox: &Outbox) -> Result<Parts> {
+        Ok(Parts { webhooks: webhooks(config, outbox).await?, orders: orders(config, outbox).await? })
+    }
+}
+
+fn alerts(config: &Config, outbox: &Outbox) -> Option<Alerts> {
+    config.alerts.map(|rules| Alerts::new(outbox.clone(), ALERTS, rules.every))
+}
+
 /// Webhooks on this outbox.
 pub async fn webhooks(config: &Config, outbox: &Outbox) -> Result<Webhooks> {
-    let keyring = keyring(config, outbox).await?;
-    let alerts = config.alerts.map(|rules| Alerts::new(outbox.clone(), ALERTS, rules.every));
+    let (keyring, alerts) = (keyring(config, outbox).await?, alerts(config, outbox));
     Ok(Webhooks::new(outbox.clone(), config.webhooks.clone(), keyring, config.reports.clone(), alerts).await?)
+}
+
+/// Orders on this outbox.
+pub async fn orders(config: &Config, outbox: &Outbox) -> Result<Orders> {
+    let orders = &config.orders;
+    let adapter: Arc<dyn Adapter> = match &orders.broker {
+        Broker::Paper { settings, .. } => Arc::new(PaperBroker::new(outbox.clone(), *settings)),
+        Broker::Http(settings) => Arc::new(HttpBroker::new(settings.clone())?),
+    };
+    let alerts = alerts(config, outbox);
+    Ok(Orders::new(outbox.clone(), orders.settings.clone(), orders.book.clone(), adapter, alerts).await?)
 }
 
 /// The key for secrets at rest. A file that is not there is made when it is first needed, unless the database has secrets

@@ -4,7 +4,7 @@ use postrider::Migration;
 
 /// The server's own and those of the parts it serves.
 pub fn migrations() -> Vec<Migration> {
-    MIGRATIONS.into_iter().chain(postrider_webhooks::MIGRATIONS).collect()
+    MIGRATIONS.into_iter().chain(postrider_webhooks::MIGRATIONS).chain(postrider_orders::MIGRATIONS).collect()
 }
 
 const MIGRATIONS: [Migration; 1] = [Migration {

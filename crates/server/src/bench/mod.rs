@@ -3,6 +3,7 @@
 
 mod backlog;
 mod bare;
+mod crowd;
 mod drain;
 mod enqueue;
 mod http;
@@ -84,6 +85,10 @@ pub struct Bench {
     #[arg(long, value_name = "PERCENT")]
     pub fillfactor: Option<u8>,
 
+    /// A healthy subscription beside one paused with N events, and one limited and one black hole with N/4 (webhooks only)
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200000", value_parser = count)]
+    pub crowd: Option<usize>,
+
     /// The worker process of `bench latency` on a server
     #[arg(long, hide = true)]
     pub latency_worker: bool,
@@ -103,7 +108,10 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
             Which::Latency => latency::run(bench, &scratch).await,
             Which::Backlog => backlog::run(bench, &scratch).await,
             Which::Http => http::run(bench, &scratch).await,
-            Which::Webhooks => webhooks::run(bench, &scratch).await,
+            Which::Webhooks => match bench.crowd {
+                Some(paused) => crowd::run(bench, &scratch, paused).await,
+                None => webhooks::run(bench, &scratch).await,
+            },
         }
     };
     // Interrupted or not, nothing of it stays behind.

@@ -2,19 +2,24 @@
 //! recorded; then the latency of single events at a gentle pace.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use mysql_async::prelude::Queryable;
 use postrider::clock::Tick;
 use postrider::tx::Dialect;
+use postrider::worker::core::Tally;
 use postrider::{Lanes, Options, Outbox, Worker, stores};
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::keyring::Keyring;
-use postrider_webhooks::{LANE, NewEvent, NewSubscription, Reports, Settings, Webhooks, lane_rules, lane_settings};
+use postrider_webhooks::{
+    LANE, NewEvent, NewSubscription, Reports, SagaFilter, Settings, Webhooks, lane_rules, lane_settings,
+};
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use super::scratch::{Scratch, fail, mysql};
 use super::{Bench, percentile, rate, timed};
@@ -26,48 +31,79 @@ use crate::loopback;
 const BATCH: usize = 500;
 const PUBLISHERS: usize = 2;
 /// The gentle pace.
-const PACE_PER_SECOND: usize = 200;
+pub const PACE_PER_SECOND: usize = 200;
 const PACED: usize = 1000;
 
-pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
-    let events = bench.messages.unwrap_or(30_000);
-    let arrived: Arc<Mutex<HashMap<usize, Tick>>> = Arc::default();
-    let log = arrived.clone();
+/// When each event arrived, by its number.
+pub type Arrivals = Arc<Mutex<HashMap<usize, Tick>>>;
+
+pub fn seen(arrivals: &Arrivals) -> MutexGuard<'_, HashMap<usize, Tick>> {
+    arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A receiver in this process that notes what arrives.
+pub async fn receiver() -> Result<(String, Arrivals)> {
+    let arrivals = Arrivals::default();
+    let log = arrivals.clone();
     let address = loopback::receive(move |_, body: bytes::Bytes| {
         if let Some(n) = number(&body) {
-            log.lock().unwrap_or_else(PoisonError::into_inner).insert(n, Tick::now());
+            seen(&log).insert(n, Tick::now());
         }
         std::future::ready(StatusCode::OK)
     })
     .await?;
-    let reports = Reports::default();
-    let lanes = Lanes::new().with(LANE, lane_rules(&reports));
-    let options = Options { migrations: crate::schema::migrations(), ..Options::default() };
-    let outbox = Outbox::new(stores::open(scratch.url(), lanes, options).await?);
-    let policy = Policy { allow_http: true, allow_cidrs: vec!["127.0.0.0/8".parse().map_err(Failure::failed)?] };
-    let settings = Settings { policy, ..Settings::default() };
-    let keyring = Keyring::parse(&Keyring::generate()?)?;
-    let webhooks = Webhooks::new(outbox.clone(), settings, keyring, reports, None).await?;
-    let url = format!("http://{address}/");
-    let all = NewSubscription { url, event_types: vec!["*".to_owned()], ..NewSubscription::default() };
-    webhooks.subscribe(all).await?;
+    Ok((format!("http://{address}/"), arrivals))
+}
 
-    let (stop, stopped) = watch::channel(false);
-    let worker = Worker::new(outbox).lane_with(lane_settings(), Arc::new(webhooks.courier()));
-    let mut ended = stopped.clone();
-    let worker = tokio::spawn(worker.run(async move { drop(ended.wait_for(|stop| *stop).await) }));
-    let orchestrator = orchestrate(&webhooks, stopped);
+/// Webhooks with a worker and an orchestrator that run.
+pub struct Running {
+    pub webhooks: Webhooks,
+    stop: watch::Sender<bool>,
+    worker: JoinHandle<postrider::Result<Vec<(String, Tally)>>>,
+    orchestrator: JoinHandle<()>,
+}
+
+impl Running {
+    pub async fn start(scratch: &Scratch) -> Result<Running> {
+        let reports = Reports::default();
+        let lanes = Lanes::new().with(LANE, lane_rules(&reports));
+        let options = Options { migrations: crate::schema::migrations(), ..Options::default() };
+        let outbox = Outbox::new(stores::open(scratch.url(), lanes, options).await?);
+        let policy = Policy { allow_http: true, allow_cidrs: vec!["127.0.0.0/8".parse().map_err(Failure::failed)?] };
+        let settings = Settings { policy, ..Settings::default() };
+        let keyring = Keyring::parse(&Keyring::generate()?)?;
+        let webhooks = Webhooks::new(outbox.clone(), settings, keyring, reports, None).await?;
+        let (stop, stopped) = watch::channel(false);
+        let worker = Worker::new(outbox).lane_with(lane_settings(), Arc::new(webhooks.courier()));
+        let mut ended = stopped.clone();
+        let worker = tokio::spawn(worker.run(async move { drop(ended.wait_for(|stop| *stop).await) }));
+        let orchestrator = orchestrate(&webhooks, stopped);
+        Ok(Running { webhooks, stop, worker, orchestrator })
+    }
+
+    pub async fn stop(self) -> Result<()> {
+        let _ = self.stop.send(true);
+        self.worker.await.map_err(fail)??;
+        self.orchestrator.await.map_err(fail)
+    }
+}
+
+pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
+    let events = bench.messages.unwrap_or(30_000);
+    let (url, arrivals) = receiver().await?;
+    let running = Running::start(scratch).await?;
+    let all = NewSubscription { url, event_types: vec!["*".to_owned()], ..NewSubscription::default() };
+    running.webhooks.subscribe(all).await?;
 
     let before = statements(scratch).await?;
-    let ((), took) = timed(flood(&webhooks, events, bench.payload_bytes)).await?;
+    let ((), took) = timed(flood(&running.webhooks, events, bench.payload_bytes)).await?;
     let after = statements(scratch).await?;
-    if arrived.lock().unwrap_or_else(PoisonError::into_inner).len() != events {
+    if seen(&arrivals).len() != events {
         return Err(Failure::failed("the receiver has not seen every event"));
     }
-    let mut times = paced(&webhooks, &arrived, events, bench.payload_bytes).await?;
-    let _ = stop.send(true);
-    worker.await.map_err(fail)??;
-    orchestrator.await.map_err(fail)?;
+    let numbers = events..events + PACED;
+    let mut times = paced(&running.webhooks, &arrivals, "bench.event", numbers, bench.payload_bytes).await?;
+    running.stop().await?;
     let statements = before.zip(after).map(|(before, after)| (after - before) / events as f64);
     Ok(json!({
         "bench": "webhooks", "messages": events, "payload_bytes": bench.payload_bytes,
@@ -88,16 +124,15 @@ fn number(body: &[u8]) -> Option<usize> {
     text.split(',').next()?.parse().ok()
 }
 
-/// Publishes all, and waits until every saga is completed.
-async fn flood(webhooks: &Webhooks, events: usize, payload_bytes: usize) -> Result<()> {
+/// Publishes events with these numbers, in batches, several at once.
+pub async fn publish(webhooks: &Webhooks, kind: &str, numbers: Range<usize>, payload_bytes: usize) -> Result<()> {
     let mut publishers = tokio::task::JoinSet::new();
     for publisher in 0..PUBLISHERS {
-        let webhooks = webhooks.clone();
+        let (webhooks, kind, numbers) = (webhooks.clone(), kind.to_owned(), numbers.clone());
         publishers.spawn(async move {
-            for start in (0..events).step_by(BATCH).skip(publisher).step_by(PUBLISHERS) {
-                let batch =
-                    (start..events.min(start + BATCH)).map(|n| NewEvent::new("bench.event", payload(n, payload_bytes)));
-                webhooks.publish(batch.collect()).await?;
+            for start in numbers.clone().step_by(BATCH).skip(publisher).step_by(PUBLISHERS) {
+                let batch = start..numbers.end.min(start + BATCH);
+                webhooks.publish(batch.map(|n| NewEvent::new(&*kind, payload(n, payload_bytes))).collect()).await?;
             }
             Ok::<_, Failure>(())
         });
@@ -105,12 +140,17 @@ async fn flood(webhooks: &Webhooks, events: usize, payload_bytes: usize) -> Resu
     while let Some(done) = publishers.join_next().await {
         done.map_err(fail)??;
     }
+    Ok(())
+}
+
+/// Publishes all, and waits until every saga is completed.
+async fn flood(webhooks: &Webhooks, events: usize, payload_bytes: usize) -> Result<()> {
+    publish(webhooks, "bench.event", 0..events, payload_bytes).await?;
     loop {
         let open = ["Pending", "InProgress", "PendingRetry"];
         let mut left = false;
         for status in open {
-            let filter =
-                postrider_webhooks::SagaFilter { status: Some(status.to_owned()), limit: 1, ..Default::default() };
+            let filter = SagaFilter { status: Some(status.to_owned()), limit: 1, ..SagaFilter::default() };
             left |= !webhooks.sagas(filter).await?.items.is_empty();
         }
         if !left {
@@ -121,28 +161,35 @@ async fn flood(webhooks: &Webhooks, events: usize, payload_bytes: usize) -> Resu
 }
 
 /// From accepted to received, one event at a time.
-async fn paced(
+pub async fn paced(
     webhooks: &Webhooks,
-    arrived: &Mutex<HashMap<usize, Tick>>,
-    first: usize,
+    arrivals: &Arrivals,
+    kind: &str,
+    numbers: Range<usize>,
     payload_bytes: usize,
 ) -> Result<Vec<Duration>> {
-    let mut accepted = Vec::with_capacity(PACED);
+    let mut accepted = Vec::with_capacity(numbers.len());
     let mut pace = tokio::time::interval(Duration::from_secs(1) / PACE_PER_SECOND as u32);
-    for n in first..first + PACED {
+    for n in numbers.clone() {
         pace.tick().await;
-        webhooks.publish(vec![NewEvent::new("bench.event", payload(n, payload_bytes))]).await?;
+        webhooks.publish(vec![NewEvent::new(kind, payload(n, payload_bytes))]).await?;
         accepted.push((n, Tick::now()));
     }
-    for _ in 0..500 {
-        if arrived.lock().unwrap_or_else(PoisonError::into_inner).len() >= first + PACED {
-            break;
+    let all = |seen: &HashMap<usize, Tick>| numbers.clone().all(|n| seen.contains_key(&n));
+    until(Duration::from_secs(60), "every single event has arrived", || all(&seen(arrivals))).await?;
+    let arrived = seen(arrivals);
+    Ok(accepted.into_iter().filter_map(|(n, at)| Some(arrived.get(&n)?.since(at))).collect())
+}
+
+pub async fn until(longest: Duration, what: &str, reached: impl Fn() -> bool) -> Result<()> {
+    let begun = Tick::now();
+    while !reached() {
+        if Tick::now().since(begun) > longest {
+            return Err(Failure::failed(format!("waited {} s in vain until {what}", longest.as_secs())));
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let arrived = arrived.lock().unwrap_or_else(PoisonError::into_inner);
-    let time = |(n, at): (usize, Tick)| Some(arrived.get(&n)?.since(at));
-    Ok(accepted.into_iter().filter_map(time).collect())
+    Ok(())
 }
 
 /// How many statements the server has seen; only MySQL counts them for everybody.

@@ -4,6 +4,7 @@ mod config;
 mod enqueue;
 mod migrate;
 mod ndjson;
+mod orders;
 mod outbox;
 mod serve;
 mod token;
@@ -64,6 +65,7 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
         Command::Migrate(args) => migrate::run(&config()?, args, output).await,
         Command::Enqueue(args) => enqueue::run(&config()?, args, output).await,
         Command::Serve(args) => serve::run(&config()?, args, output).await,
+        Command::Orders(args) => orders::run(&config()?, args, output).await,
         Command::Webhooks(args) => webhooks::run(&config()?, args, output).await,
         Command::Token(args) => token::run(&config()?, args, output).await,
         Command::Config(args) => config::run(&config()?, &args, output),

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use super::worker::{build, orchestrate, stop_signal};
+use super::worker::{build, orchestrate, reap, stop_signal};
 use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
@@ -20,7 +20,7 @@ use crate::failure::{Ending, Failure, Result};
 use crate::http::{self, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
-use crate::parts;
+use crate::parts::Parts;
 use crate::tokens::Tokens;
 use crate::traces::Traces;
 
@@ -38,18 +38,19 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
 
     let meters = Arc::new(Meters::new());
     let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
-    let webhooks = parts::webhooks(config, &outbox).await?;
-    let app = App::new(outbox.clone(), webhooks.clone(), tokens_required, meters.clone());
+    let parts = Parts::open(config, &outbox).await?;
+    let app = App::new(outbox.clone(), parts.clone(), config.orders.strict, tokens_required, meters.clone());
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let workers = if config.enabled && !args.no_workers {
         let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
-        let worker = build(config, &outbox, &webhooks, &lanes, output, traces.as_ref()).await?;
+        let worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;
         let mut observers: Vec<Arc<dyn Observer>> = vec![meters];
         observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
         let worker = worker.observer(Arc::new(observers));
-        let orchestrator = orchestrate(&webhooks, stopped.clone());
-        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), orchestrator))
+        let orchestrator = orchestrate(&parts.webhooks, stopped.clone());
+        let reaper = reap(&parts.orders);
+        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), orchestrator, reaper))
     } else {
         tracing::warn!("no workers here: messages are taken in and delivered by other processes");
         None
@@ -63,7 +64,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let scheme = if tls.is_some() { "https" } else { "http" };
     print(&format!("listening on {scheme}://{address}"))?;
     http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
-    if let Some((workers, orchestrator)) = workers {
+    if let Some((workers, orchestrator, reaper)) = workers {
+        reaper.abort();
         let _ = orchestrator.await;
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
     }

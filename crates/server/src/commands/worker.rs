@@ -6,19 +6,23 @@ use std::time::Duration;
 use postrider::Outbox;
 use postrider::worker::Report;
 use postrider::worker::core::Tally;
+use postrider_orders::Orders;
 use postrider_webhooks::{LANE, Webhooks};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::alerts;
 use crate::cli::Worker;
-use crate::config::{Config, Lane};
+use crate::config::{Broker, Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
-use crate::parts;
+use crate::parts::Parts;
 use crate::table::Table;
 use crate::traces::Traces;
+
+/// How often orders past their time are looked for.
+const REAP_EVERY: Duration = Duration::from_secs(60);
 
 pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<Ending> {
     let names: Vec<String> = chosen(config, &args)?.iter().map(|(name, _)| (*name).to_owned()).collect();
@@ -35,9 +39,11 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
     let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
-    let webhooks = parts::webhooks(config, &outbox).await?;
-    let mut worker = build(config, &outbox, &webhooks, &lanes, output, traces.as_ref()).await?;
+    let parts = Parts::open(config, &outbox).await?;
+    let webhooks = &parts.webhooks;
+    let mut worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;
     let orchestrates = lanes.iter().any(|(name, _)| *name == LANE);
+    let reaps = lanes.iter().any(|(name, _)| *name == postrider_orders::LANE);
     if let Some(traces) = &traces {
         worker = worker.observer(traces.clone());
     }
@@ -55,11 +61,15 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
             while webhooks.pass().await? > 0 {}
         }
         let (stop, stopped) = tokio::sync::watch::channel(false);
-        let orchestrator = (orchestrates && !args.once).then(|| orchestrate(&webhooks, stopped));
+        let orchestrator = (orchestrates && !args.once).then(|| orchestrate(webhooks, stopped));
+        let reaper = (reaps && !args.once).then(|| reap(&parts.orders));
         let report = worker.run(shutdown).await;
         let _ = stop.send(true);
         if let Some(orchestrator) = orchestrator {
             let _ = orchestrator.await;
+        }
+        if let Some(reaper) = reaper {
+            reaper.abort();
         }
         if orchestrates {
             // What was delivered last is applied too.
@@ -86,14 +96,21 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
 pub async fn build(
     config: &Config,
     outbox: &Outbox,
-    webhooks: &Webhooks,
+    parts: &Parts,
     lanes: &[(&str, &Lane)],
     output: Output,
     traces: Option<&Arc<Traces>>,
 ) -> Result<postrider::Worker> {
+    if lanes.iter().any(|(name, _)| *name == postrider_orders::LANE)
+        && matches!(config.orders.broker, Broker::Paper { chosen: false, .. })
+    {
+        tracing::warn!(
+            "orders go to the paper broker, which executes nothing real; say which broker in [orders] adapter"
+        );
+    }
     let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
     for (_, lane) in lanes {
-        let courier = lane.destination.courier(outbox, Some(webhooks), output).await?;
+        let courier = lane.destination.courier(outbox, Some(parts), output).await?;
         let courier = traces.map_or(courier.clone(), |traces| traces.around(courier));
         worker = worker.lane_with(lane.settings.clone(), courier);
     }
@@ -107,6 +124,19 @@ pub fn orchestrate(
 ) -> tokio::task::JoinHandle<()> {
     let webhooks = webhooks.clone();
     tokio::spawn(async move { webhooks.orchestrate(async move { drop(stopped.wait_for(|stop| *stop).await) }).await })
+}
+
+/// Takes orders away that are past their time, until aborted; a transaction under way ends by itself.
+pub fn reap(orders: &Orders) -> tokio::task::JoinHandle<()> {
+    let orders = orders.clone();
+    tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(REAP_EVERY.mul_f64(0.75 + postrider::clock::chance() / 2.0)).await;
+            if let Err(error) = orders.reap().await {
+                tracing::warn!(%error, "orders past their time could not be taken away; it will be tried again");
+            }
+        }
+    })
 }
 
 fn chosen<'a>(config: &'a Config, args: &Worker) -> Result<Vec<(&'a str, &'a Lane)>> {

@@ -31,6 +31,7 @@ macro_rules! file {
             pub alerts: Option<Spanned<AlertKeys>>,
             #[serde(default)]
             pub webhooks: WebhookKeys,
+            pub orders: Option<Spanned<OrderKeys>>,
             #[serde(default)]
             pub secrets: SecretKeys,
             $($later: Option<Spanned<IgnoredAny>>,)*
@@ -44,7 +45,7 @@ macro_rules! file {
         }
     };
 }
-file!(orders, memory, gate, store, verify);
+file!(memory, gate, store, verify);
 
 /// `[auth]`.
 #[derive(Debug, Default, Deserialize)]
@@ -95,6 +96,52 @@ pub struct WebhookKeys {
     pub dns_servers: Vec<Spanned<String>>,
     pub retention: Option<Span>,
     pub disable_after: Option<Span>,
+}
+
+/// `[orders]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [orders]")]
+pub struct OrderKeys {
+    pub adapter: Option<AdapterName>,
+    pub timeout_ms: Option<Count<3_600_000>>,
+    pub ledger_ttl: Option<Span>,
+    pub strict_idempotency: Option<bool>,
+    pub idempotency: Option<IdempotencyName>,
+    pub settling_sec: Option<Spanned<Seconds<0>>>,
+    pub url: Option<Spanned<String>>,
+    pub look_up_url: Option<Spanned<String>>,
+    #[serde(default)]
+    pub headers: BTreeMap<String, Spanned<String>>,
+    #[serde(default)]
+    pub statuses: BTreeMap<String, Spanned<String>>,
+    pub latency_ms: Option<Spanned<Count<3_600_000>>>,
+    pub faults: Option<Spanned<FaultKeys>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AdapterName {
+    Paper,
+    Http,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IdempotencyName {
+    Key,
+    LookUp,
+    None,
+}
+
+/// `[orders] faults`: how often the paper broker misbehaves.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default, expecting = "faults, like { timeout = 0.1 }")]
+pub struct FaultKeys {
+    pub reject: f64,
+    pub partial: f64,
+    pub fail: f64,
+    pub timeout: f64,
+    pub lose_reply: f64,
 }
 
 /// `[secrets]`.

@@ -1,6 +1,7 @@
 //! The configuration in force: `postrider.toml`, the environment and the flags, checked once, before anything starts.
 
 mod file;
+mod orders;
 pub mod reference;
 mod tuning;
 pub mod values;
@@ -15,11 +16,13 @@ use postrider::backoff::Backoff;
 use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
+use postrider_orders::LANE as ORDERS;
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
-use self::file::{AlertKeys, CourierName, File, LaneKeys, WebhookKeys};
+use self::file::{AlertKeys, CourierName, File, LaneKeys, OrderKeys, WebhookKeys};
+pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
@@ -29,10 +32,10 @@ use crate::secret;
 const DEFAULT_FILE: &str = "postrider.toml";
 const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8787);
-/// Lanes of parts that are still to come.
 /// The lane alerts go through, where `[alerts]` is configured.
 pub const ALERTS: &str = "alerts";
-const PEERS: [&str; 2] = ["orders", "memory"];
+/// Lanes of parts that are still to come.
+const PEERS: [&str; 1] = ["memory"];
 const DEFAULT_KEY: &str = "file:postrider.key";
 
 /// All that the commands need to know.
@@ -48,6 +51,7 @@ pub struct Config {
     pub webhooks: Settings,
     /// What webhook couriers saw, until the store writes it.
     pub reports: Reports,
+    pub orders: OrdersConfig,
     /// Where the key for secrets at rest is kept.
     pub secrets_key: String,
     pub enabled: bool,
@@ -209,7 +213,15 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     let common = Tuning::from(&file.outbox);
 
     let mut lanes = BTreeMap::new();
-    for (name, keys) in &file.lane {
+    let mut orders = match &file.orders {
+        Some(keys) => orders::read(&place, keys.get_ref(), keys.span(), &variable)?,
+        None => orders::read(&place, &OrderKeys::default(), 0..0, &variable)?,
+    };
+    let no_keys = LaneKeys::default();
+    let (keys, at) = file.lane.get(ORDERS).map_or((&no_keys, 0..0), |keys| (keys.get_ref(), keys.span()));
+    let lane_of_orders = orders::lane(&place, at, keys, &common, &environment.tuning, &mut orders)?;
+    lanes.insert(ORDERS.to_owned(), lane_of_orders);
+    for (name, keys) in file.lane.iter().filter(|(name, _)| *name != ORDERS) {
         let lane = lane(&place, name, keys.span(), keys.get_ref(), &common, &environment.tuning)?;
         lanes.insert(name.clone(), lane);
     }
@@ -258,6 +270,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         alerts,
         webhooks,
         reports,
+        orders,
         secrets_key,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),

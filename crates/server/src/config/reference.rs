@@ -106,6 +106,40 @@ const SECTIONS: &[Section] = &[
         ],
     },
     Section {
+        name: "orders",
+        about: "Which broker executes orders. Without this section it is the paper broker, which executes nothing real. `[lane.orders]` takes the keys of a lane but those that say where it goes and how long it is kept; its defaults are concurrency 4, batch 32, lock_lease_sec 120, max_attempts 6, backoff_sec `[5, 10, 20, 40, 80, 160]`.",
+        keys: &[
+            Key("adapter", "`\"paper\"`", "`paper`, or `http` for a broker with a JSON API."),
+            Key("timeout_ms", "`2500`", "For one order, until the broker has answered. `BROKER_TIMEOUT_MS`."),
+            Key("ledger_ttl", "`\"48h\"`", "How long an order that has ended is remembered under its key."),
+            Key(
+                "strict_idempotency",
+                "`false`",
+                "After the IETF's draft: 409 while the first request is in flight, 422 for another order under the key.",
+            ),
+            Key(
+                "idempotency",
+                "needed for http",
+                "What the broker does with an order sent twice: `key` (executes an `Idempotency-Key` once), `look_up` (can be asked about a key), `none`.",
+            ),
+            Key("settling_sec", "`5`", "For `look_up`: how long after a send the broker's answer can be relied on."),
+            Key("url", "needed for http", "Where orders are posted."),
+            Key("look_up_url", "needed for look_up", "Where a key is looked up, with `{key}` in it."),
+            Key("headers", "", "As of a lane."),
+            Key(
+                "statuses",
+                "",
+                "What the broker's statuses mean where it differs from custom: `{ \"409\" = \"already_processed\" }`. Words: `executed`, `already_processed`, `rejected`, `bad_request`, `unauthorized`, `rate_limited`, `server_error`, `timeout`, `unknown`.",
+            ),
+            Key("latency_ms", "`0`", "For `paper`: how long it takes."),
+            Key(
+                "faults",
+                "",
+                "For `paper`: how often it misbehaves, `{ reject = 0.1, partial = 0.1, fail = 0.1, timeout = 0.1, lose_reply = 0.1 }`.",
+            ),
+        ],
+    },
+    Section {
         name: "secrets",
         about: "Secrets of subscriptions are encrypted in the database.",
         keys: &[Key(
@@ -163,7 +197,7 @@ const HEAD: &str = "<!-- Printed by `postrider config reference`; edit crates/se
 # Configuration
 
 `postrider.toml` in the working directory, or the file named with `--config`. Everything may be left out: without a file
-there is an embedded database and a lane `log` that prints. What is wrong is refused before anything starts, with the line
+there is an embedded database, the lanes `webhooks` and `orders` (on the paper broker), and a lane `log` that prints. What is wrong is refused before anything starts, with the line
 and what to write instead: `postrider config check`. What is in force: `postrider config print`.
 
 Secrets are never written here but where they are kept: `\"env:NAME\"`, `\"file:PATH\"`, or `\"exec:COMMAND\"` (a secrets
@@ -219,7 +253,7 @@ mod tests {
         }
     }
 
-    const LATER: [&str; 5] = ["orders", "memory", "gate", "store", "verify"];
+    const LATER: [&str; 4] = ["memory", "gate", "store", "verify"];
 
     #[test]
     fn the_documentation_is_this_page() {

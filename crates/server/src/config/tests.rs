@@ -19,11 +19,16 @@ fn refusal(text: &str) -> String {
 }
 
 #[test]
-fn without_a_file_there_is_the_lane_log() {
+fn without_a_file_there_are_three_lanes() {
     let config = config("");
-    assert_eq!(config.lanes.keys().collect::<Vec<_>>(), ["log", "webhooks"]);
+    assert_eq!(config.lanes.keys().collect::<Vec<_>>(), ["log", "orders", "webhooks"]);
     let log = &config.lanes["log"].settings;
     assert_eq!((log.concurrency, log.batch, log.lease), (64, 256, Duration::from_secs(60)));
+    let orders = &config.lanes["orders"].settings;
+    assert_eq!((orders.concurrency, orders.batch, orders.lease), (4, 32, Duration::from_secs(120)));
+    assert_eq!((orders.poll, orders.budgets.max_attempts), (Duration::from_millis(500), 6));
+    let table = Backoff::Table([5, 10, 20, 40, 80, 160].map(Duration::from_secs).to_vec());
+    assert_eq!(orders.budgets.backoff, table);
     assert!(config.enabled);
     assert_eq!(config.drain, Duration::from_secs(20));
 }
@@ -139,7 +144,25 @@ fn nonsense_is_refused_with_line_and_remedy() {
             "postrider.toml:4: Authorization looks like a secret",
         ),
         ("[lane.\"a b\"]\ncourier = \"noop\"".into(), "postrider.toml:1: `a b` is no lane name"),
-        ("[lane.orders]\nconcurrency = 4".into(), "postrider.toml:1: [lane.orders] is for a part"),
+        ("[lane.memory]\nconcurrency = 4".into(), "postrider.toml:1: [lane.memory] is for a part"),
+        ("[lane.orders]\nretention = \"1d\"".into(), "postrider.toml:1: [lane.orders] takes no courier"),
+        ("[orders]\nadapter = \"http\"".into(), "postrider.toml:1: [orders] needs a url"),
+        (
+            "[orders]\nadapter = \"http\"\nurl = \"https://b.example\"".into(),
+            "postrider.toml:1: [orders] must say what the broker does with an order sent twice",
+        ),
+        (
+            "[orders]\nadapter = \"http\"\nurl = \"https://b.example\"\nidempotency = \"look_up\"".into(),
+            "look_up_url is missing",
+        ),
+        ("[orders]\nurl = \"https://b.example\"".into(), "postrider.toml:2: url is only for adapter = \"http\""),
+        ("[orders]\nfaults = { timeout = 0.9, fail = 0.2 }".into(), "postrider.toml:2: faults are chances"),
+        ("[orders]\nsettling_sec = 3".into(), "postrider.toml:2: settling_sec is only for"),
+        (
+            "[orders]\nadapter = \"http\"\nurl = \"https://b.example\"\nidempotency = \"key\"\nstatuses = { \"409\" = \"fine\" }"
+                .into(),
+            "postrider.toml:5: statuses are like",
+        ),
         (lane("key_ttl = \"0\""), "postrider.toml:1: [lane.a]: with key_ttl"),
         (lane("colour = 4"), "postrider.toml:3: unknown key `colour`; known here: courier, url"),
         ("[lane.a]\ncourier = noop".into(), "postrider.toml:2: courier: "),

@@ -96,9 +96,14 @@ fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
 }
 
-/// Webhook routes are for tokens of that lane, or of none.
-pub async fn webhooks_lane(Extension(caller): Extension<Caller>, request: Request, next: Next) -> Response {
-    match caller.may_use(postrider_webhooks::LANE) {
+/// A part's routes are for tokens of its lane, or of none.
+pub async fn one_lane(
+    State(lane): State<&'static str>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match caller.may_use(lane) {
         Ok(()) => next.run(request).await,
         Err(refusal) => refusal.into_response(),
     }

@@ -5,6 +5,7 @@ mod auth;
 mod error;
 mod health;
 mod intake;
+mod orders;
 mod outbox;
 mod reference;
 mod request;
@@ -19,6 +20,7 @@ use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use postrider::{Entry, NewMessage, Outbox, clock};
+use postrider_orders::{NewOrder, Orders, Placed};
 use postrider_webhooks::{NewEvent, Published, Webhooks};
 use utoipa::OpenApi;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
@@ -29,9 +31,11 @@ use self::error::Refusal;
 use self::intake::{Intake, Ways};
 use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
 use crate::metrics;
+use crate::parts::Parts;
 use crate::tokens::{Scope, Tokens};
 
 pub use accept::{Limits, serve};
+pub use orders::ledger_view;
 
 /// Every request is answered within this time, or told that it was not.
 const DEADLINE: Duration = Duration::from_secs(15);
@@ -47,15 +51,26 @@ pub struct App {
     pub tokens_required: bool,
     pub meters: metrics::Shared,
     pub webhooks: Webhooks,
+    pub orders: Orders,
+    /// After the IETF's draft: 409 while in flight, 422 for another order.
+    pub strict_orders: bool,
+    placing: Intake<NewOrder, Placed>,
     messages: Intake<NewMessage, Entry>,
     events: Intake<NewEvent, Published>,
 }
 
 impl App {
-    pub fn new(outbox: Outbox, webhooks: Webhooks, tokens_required: bool, meters: metrics::Shared) -> Arc<Self> {
+    pub fn new(
+        outbox: Outbox,
+        parts: Parts,
+        strict_orders: bool,
+        tokens_required: bool,
+        meters: metrics::Shared,
+    ) -> Arc<Self> {
+        let Parts { webhooks, orders } = parts;
         // A little less than the request has, so that the answer is still heard.
         let patience = DEADLINE - Duration::from_secs(2);
-        let (queue, hooks) = (outbox.clone(), webhooks.clone());
+        let (queue, hooks, book) = (outbox.clone(), webhooks.clone(), orders.clone());
         let messages = Ways {
             write: Box::new(move |messages| {
                 let queue = queue.clone();
@@ -72,12 +87,23 @@ impl App {
             bytes: |event: &NewEvent| event.payload.len(),
             repeatable: |event| event.external_id.is_some(),
         };
+        let placing = Ways {
+            write: Box::new(move |orders| {
+                let book = book.clone();
+                Box::pin(async move { book.place(orders).await })
+            }),
+            bytes: |_: &NewOrder| 512,
+            repeatable: |_| true,
+        };
         Arc::new(App {
             tokens: Tokens::new(outbox.clone()),
             outbox,
             webhooks,
+            orders,
+            strict_orders,
             tokens_required,
             meters,
+            placing: Intake::start(placing, patience),
             messages: Intake::start(messages, patience),
             events: Intake::start(events, patience),
         })
@@ -90,6 +116,7 @@ impl App {
     tags(
         (name = "outbox", description = "Messages: write, look, bring back"),
         (name = "webhooks", description = "Events, subscriptions, deliveries"),
+        (name = "orders", description = "Orders to a broker, once per key"),
         (name = "lanes", description = "Lanes: hold and let go"),
         (name = "server", description = "The server itself"),
     )
@@ -102,8 +129,16 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         routes.layer(from_fn_with_state((app.clone(), scope), auth::guard))
     };
     // A token for one lane has no business with another's routes.
-    let hooks =
-        |scope: Scope, routes: OpenApiRouter<Arc<App>>| group(scope, routes.layer(from_fn(auth::webhooks_lane)));
+    let of_lane = |lane: &'static str, scope: Scope, routes: OpenApiRouter<Arc<App>>| {
+        group(scope, routes.layer(from_fn_with_state(lane, auth::one_lane)))
+    };
+    let hooks = |scope: Scope, routes: OpenApiRouter<Arc<App>>| of_lane(postrider_webhooks::LANE, scope, routes);
+    let place = of_lane(postrider_orders::LANE, Scope::Enqueue, OpenApiRouter::new().routes(routes!(orders::place)));
+    let orders = of_lane(
+        postrider_orders::LANE,
+        Scope::Read,
+        OpenApiRouter::new().routes(routes!(orders::show)).routes(routes!(orders::ledger)),
+    );
     let enqueue = group(
         Scope::Enqueue,
         OpenApiRouter::new().routes(routes!(outbox::enqueue)).routes(routes!(outbox::enqueue_batch)),
@@ -157,6 +192,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     OpenApiRouter::with_openapi(Description::openapi())
         .merge(enqueue)
         .merge(publish)
+        .merge(place)
+        .merge(orders)
         .merge(read)
         .merge(look)
         .merge(operate)

@@ -1,0 +1,170 @@
+//! What couriers learnt of orders, between a delivery and its settle; and the worker's part in the settle: the ledger entry
+//! ends in the transaction that ends the message, ledger first.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postrider::alerts::{Alert, Alerts};
+use postrider::outcome::Verdict;
+use postrider::tx::{Tx, in_ids};
+use postrider::{OnSettled, Result, Timestamp, Winner, clock};
+
+use crate::decide::{Event, code, http_status};
+use crate::ledger::{self, By, Finish, key_column};
+use crate::request::Order;
+use crate::result::{Execution, Frame, LatencyMs};
+use crate::{LANE, order_id};
+
+/// What is known of an order that has just been tried.
+#[derive(Clone, Debug)]
+pub(crate) struct Tried {
+    pub received_at: Timestamp,
+    pub began_at: Timestamp,
+    pub took: Duration,
+    pub broker: String,
+    /// What was executed, if anything.
+    pub execution: Option<Execution>,
+    pub reason: Option<&'static str>,
+    pub by: By,
+}
+
+/// Shared by the couriers of a process and its store.
+#[derive(Clone, Default)]
+pub struct Book(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    tried: Mutex<HashMap<i64, Tried>>,
+    rules: OnceLock<Rules>,
+}
+
+/// Known once the part is opened.
+pub(crate) struct Rules {
+    pub ledger_ttl: Duration,
+    pub store_id: String,
+    pub alerts: Option<Alerts>,
+}
+
+impl std::fmt::Debug for Book {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Book")
+    }
+}
+
+impl Book {
+    pub(crate) fn open(&self, rules: Rules) {
+        let _ = self.0.rules.set(rules);
+    }
+
+    pub(crate) fn keep(&self, id: i64, tried: Tried) {
+        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).insert(id, tried);
+    }
+
+    pub(crate) fn forget(&self, id: i64) {
+        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+
+    fn of(&self, id: i64) -> Option<Tried> {
+        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    /// What the ledger is to say about a message that ends.
+    fn finish(&self, winner: &Winner, key: &str, order: Option<&Order>, store_id: &str) -> Option<Finish> {
+        let tried = self.of(winner.id);
+        let (event, reason) = match &winner.verdict {
+            Verdict::Retry { .. } => return None,
+            // The ledger has another order under this key, and it is right.
+            Verdict::Dead { code, .. } if code == code::CONFLICT => return None,
+            Verdict::Sent { .. } => (Event::Executed, tried.as_ref().and_then(|tried| tried.reason).map(str::to_owned)),
+            Verdict::Dead { code, .. } => (Event::Refused, Some(code.clone())),
+        };
+        let now = clock::wall();
+        let execution = tried.as_ref().and_then(|tried| tried.execution.clone());
+        let broker_ref = execution.as_ref().map(|done| done.order_ref.clone()).filter(|r| !r.is_empty());
+        let response = match order {
+            None => serde_json::json!({ "status": "error", "idempotency_key": key, "reason_code": reason }).to_string(),
+            Some(order) => {
+                let received_at = tried.as_ref().map_or(now, |tried| tried.received_at);
+                let millis = |span: Duration| span.as_millis() as u64;
+                let latency = tried.as_ref().map_or_else(LatencyMs::default, |tried| LatencyMs {
+                    queue: millis(tried.began_at.since(received_at)),
+                    broker_rtt: millis(tried.took),
+                    total: millis(now.since(received_at)),
+                });
+                let id = order.order_id.clone().unwrap_or_else(|| order_id(store_id, winner.id));
+                let broker = tried.as_ref().map_or("", |tried| tried.broker.as_str());
+                let frame = Frame { order, order_id: &id, key, received_at, completed_at: now, broker, latency };
+                let done = execution.unwrap_or_default();
+                frame.result((event == Event::Executed).then_some(&done), reason.as_deref())
+            }
+        };
+        let http_status = match (event, &reason) {
+            (Event::Refused, Some(reason)) => http_status(reason),
+            _ => 200,
+        };
+        Some(Finish { event, http_status, response, broker_ref, reason_code: reason })
+    }
+
+    async fn tell_of_failure(&self, tx: &mut (dyn Tx + Send), rules: &Rules, finish: &Finish, id: i64) -> Result<()> {
+        let (Some(alerts), Event::Refused) = (&rules.alerts, finish.event) else { return Ok(()) };
+        let reason = finish.reason_code.as_deref().unwrap_or("?");
+        let alert = Alert {
+            kind: "failed_orders",
+            subject: LANE.to_owned(),
+            message: format!(
+                "order {id} was given up: {reason}; look: postrider outbox show {id}, bring back: postrider orders requeue KEY"
+            ),
+            count: 1,
+            details: serde_json::json!({ "outbox_id": id, "reason_code": reason }),
+        };
+        alerts.raise(tx, &alert).await.map(drop)
+    }
+}
+
+#[async_trait]
+impl OnSettled for Book {
+    async fn on_settled(&self, tx: &mut (dyn Tx + Send), winners: &[Winner]) -> Result<()> {
+        let ended: Vec<&Winner> = winners.iter().filter(|winner| winner.verdict.ends()).collect();
+        if ended.is_empty() {
+            return Ok(());
+        }
+        let unopened = || postrider::Error::invalid("the orders of this outbox were not opened");
+        let rules = self.0.rules.get().ok_or_else(unopened)?;
+        let keys = keys_of(tx, &ended).await?;
+        let mut named: Vec<(&Winner, &str)> =
+            ended.iter().filter_map(|winner| Some((*winner, keys.get(&winner.id)?.as_str()))).collect();
+        // In the order of keys, as everywhere.
+        named.sort_by_key(|entry| entry.1);
+        for (winner, key) in named {
+            let order = Order::parse(&winner.payload).ok();
+            let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
+            let by = self.of(winner.id).map_or_else(by_worker, |tried| tried.by);
+            let digest = match &order {
+                Some(order) => order.digest.clone(),
+                // It cannot be read: the entry knows what it was.
+                None => ledger::find_one(tx, key, true).await?.map(|entry| entry.request_digest).unwrap_or_default(),
+            };
+            ledger::adopt(tx, key, &digest).await?;
+            if ledger::finish(tx, key, &digest, &finish, rules.ledger_ttl, &by).await? {
+                self.tell_of_failure(tx, rules, &finish, winner.id).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn by_worker() -> By {
+    By { actor: "worker".to_owned(), reason: None }
+}
+
+/// The keys of messages, by id.
+async fn keys_of(tx: &mut (dyn Tx + Send), winners: &[&Winner]) -> Result<HashMap<i64, String>> {
+    let ids: Vec<i64> = winners.iter().map(|winner| winner.id).collect();
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), &ids, &mut params);
+    let column = key_column(tx.dialect());
+    let sql = format!("SELECT outbox_id, {column} FROM outbox_keys WHERE outbox_id {list} AND lane = '{LANE}'");
+    tx.query(&sql, &params).await?.iter().map(|row| Ok((row.int(0)?, row.text(1)?))).collect()
+}

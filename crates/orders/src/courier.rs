@@ -1,0 +1,286 @@
+//! Sends one order to its broker: looks at the ledger first, and never sends blindly what may have gone out already.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postrider::alerts::Alert;
+use postrider::clock::{self, Tick};
+use postrider::outcome::{Fault, Reach};
+use postrider::store::Mode;
+use postrider::{Begin, Courier, Message, Outcome, Result, Timestamp};
+
+use crate::adapters::{Adapter, Answer, Found, Sending};
+use crate::book::{Tried, by_worker};
+use crate::decide::{
+    Claimed, Idempotency, Next, Reason, Refusal, Status, Way, after_refusal, awaits_look_up, code, way,
+};
+use crate::ledger::{self, Entry};
+use crate::request::Order;
+use crate::{LANE, Orders, PARKED_FOR, order_id};
+
+/// Delivers messages of the lane [`LANE`].
+pub struct OrderCourier(Orders);
+
+impl Orders {
+    pub fn courier(&self) -> OrderCourier {
+        OrderCourier(self.clone())
+    }
+}
+
+/// Whether an order may be sent, and what is known of it.
+enum Prepared {
+    Send {
+        order: Box<Order>,
+        key: String,
+        unresolved: bool,
+        resolved: bool,
+    },
+    /// It needs no sending: this is the outcome.
+    Say(Outcome),
+}
+
+fn store_unavailable() -> Outcome {
+    Outcome::Defer { delay: Duration::from_secs(1), code: "STORE_UNAVAILABLE".into() }
+}
+
+impl OrderCourier {
+    fn adapter(&self) -> &dyn Adapter {
+        &*self.0.0.adapter
+    }
+
+    async fn prepare(&self, message: &Message) -> Prepared {
+        let order = match Order::parse(&message.payload) {
+            Ok(order) => order,
+            Err(why) => return Prepared::Say(Outcome::Dead(unreadable(&why.to_string()))),
+        };
+        let Some(key) = order.idempotency_key.clone() else {
+            return Prepared::Say(Outcome::Dead(unreadable("it has no idempotency_key")));
+        };
+        let (entry, last_code) = match self.standing(&key, message.id).await {
+            Ok(standing) => standing,
+            Err(error) => {
+                tracing::warn!(%error, outbox_id = message.id, "the ledger cannot be read; the order waits");
+                return Prepared::Say(store_unavailable());
+            }
+        };
+        if let Some(outcome) = entry.as_ref().and_then(|entry| confirmed(entry, &order)) {
+            return Prepared::Say(outcome);
+        }
+        let claimed = Claimed {
+            maybe_sent: message.maybe_sent,
+            poison: message.crashes >= self.0.0.settings.max_crashes,
+            lease_token: message.lease_token,
+            last_code: last_code.as_deref(),
+        };
+        let send = |unresolved, resolved| Prepared::Send {
+            order: Box::new(order.clone()),
+            key: key.clone(),
+            unresolved,
+            resolved,
+        };
+        match way(claimed, self.adapter().idempotency()) {
+            Way::Send { unresolved } => send(unresolved, false),
+            Way::Park => Prepared::Say(self.park(message).await),
+            Way::Wait(settling) => {
+                Prepared::Say(Outcome::Defer { delay: settling, code: awaits_look_up(message.lease_token).into() })
+            }
+            Way::LookUp => match self.look_up(message, &key).await {
+                Some(outcome) => Prepared::Say(outcome),
+                None => send(false, true),
+            },
+        }
+    }
+
+    /// The ledger's entry, and what the message ended its last round with.
+    async fn standing(&self, key: &str, id: i64) -> Result<(Option<Entry>, Option<String>)> {
+        let key = key.to_owned();
+        let read = self.0.transact(Mode::Read, move |tx| {
+            let key = key.clone();
+            Box::pin(async move {
+                let entry = ledger::find_one(tx, &key, false).await?;
+                let rows = tx.query("SELECT last_error_code FROM outbox WHERE id = ?", &[id.into()]).await?;
+                Ok((entry, rows.first().map(|row| row.opt_text(0)).transpose()?.flatten()))
+            })
+        });
+        read.await
+    }
+
+    /// What the broker knows of it; `None` if nothing, so that it may be sent.
+    async fn look_up(&self, message: &Message, key: &str) -> Option<Outcome> {
+        let (began_at, began) = (clock::wall(), Tick::now());
+        match self.adapter().look_up(key).await {
+            Ok(Found::Nothing) => None,
+            Ok(Found::Executed(execution)) => {
+                let result_ref = Some(execution.order_ref.clone());
+                let reason = Some(Reason::AlreadyProcessed.as_str());
+                self.keep(message, began_at, Tick::now().since(began), Some(execution), reason);
+                Some(Outcome::Sent { result_ref })
+            }
+            Ok(Found::Rejected(why)) => {
+                self.keep(message, began_at, Tick::now().since(began), None, None);
+                Some(Outcome::Dead(Fault::new(Reason::Rejected.as_str(), why, Reach::Answered)))
+            }
+            Err(Refusal { reason, message, retry_after, .. }) => {
+                let fault = Fault::new(reason.as_str(), format!("looking it up: {message}"), Reach::NeverSent);
+                Some(Outcome::Retry { fault, retry_after })
+            }
+        }
+    }
+
+    /// It stays where it is until a person has looked.
+    async fn park(&self, message: &Message) -> Outcome {
+        let id = message.id;
+        tracing::error!(
+            outbox_id = id,
+            lane = LANE,
+            "an order may have been executed and nobody can tell; find out, then: postrider orders settle KEY --as succeeded|failed"
+        );
+        if let Some(alerts) = self.0.0.alerts.clone() {
+            let told = self.0.transact(Mode::Write, move |tx| {
+                let (alerts, alert) = (alerts.clone(), needs_reconcile(id));
+                Box::pin(async move { alerts.raise(tx, &alert).await })
+            });
+            if let Err(error) = told.await {
+                tracing::warn!(%error, outbox_id = id, "the alert could not be written; the order is tried again");
+                return store_unavailable();
+            }
+            self.0.0.outbox.ring();
+        }
+        Outcome::Defer { delay: PARKED_FOR, code: code::NEEDS_RECONCILE.into() }
+    }
+
+    fn keep(
+        &self,
+        message: &Message,
+        began_at: Timestamp,
+        took: Duration,
+        execution: Option<crate::result::Execution>,
+        reason: Option<&'static str>,
+    ) {
+        let broker = self.adapter().name().to_owned();
+        let received_at = message.created_at;
+        self.0
+            .0
+            .book
+            .keep(message.id, Tried { received_at, began_at, took, broker, execution, reason, by: by_worker() });
+    }
+
+    async fn send(&self, message: &Message, prepared: Prepared) -> Outcome {
+        let (order, key, unresolved, resolved) = match prepared {
+            Prepared::Say(outcome) => return outcome,
+            Prepared::Send { order, key, unresolved, resolved } => (order, key, unresolved, resolved),
+        };
+        let id = order.order_id.clone().unwrap_or_else(|| order_id(&self.0.0.store_id, message.id));
+        let (began_at, began) = (clock::wall(), Tick::now());
+        let sending = Sending { order: &order, key: &key, order_id: &id, now: began_at, headers: &message.headers };
+        let answer = self.adapter().send(&sending).await;
+        let took = Tick::now().since(began);
+        match answer {
+            Answer::Executed(execution, reason) => {
+                let result_ref = Some(execution.order_ref.clone()).filter(|r| !r.is_empty());
+                self.keep(message, began_at, took, Some(execution), reason.map(Reason::as_str));
+                Outcome::Sent { result_ref }
+            }
+            Answer::Refused(refusal) => {
+                self.keep(message, began_at, took, None, None);
+                if refusal.reason == Reason::Unauthorized {
+                    self.tell_unauthorized(message.id).await;
+                }
+                match after_refusal(refusal, unresolved, resolved) {
+                    Next::Settle(outcome) => outcome,
+                    Next::Park => self.park(message).await,
+                }
+            }
+        }
+    }
+
+    /// Every order waits for it, so one alert for all.
+    async fn tell_unauthorized(&self, id: i64) {
+        tracing::error!(outbox_id = id, lane = LANE, "the broker refuses our credentials; orders wait");
+        let Some(alerts) = self.0.0.alerts.clone() else { return };
+        let told = self.0.transact(Mode::Write, move |tx| {
+            let alerts = alerts.clone();
+            Box::pin(async move { alerts.raise(tx, &unauthorized()).await })
+        });
+        if let Err(error) = told.await {
+            tracing::warn!(%error, "the alert could not be written");
+        }
+    }
+}
+
+#[async_trait]
+impl Courier for OrderCourier {
+    async fn deliver(&self, message: &Message) -> Outcome {
+        let prepared = self.prepare(message).await;
+        self.send(message, prepared).await
+    }
+
+    async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
+        let prepared = self.prepare(message).await;
+        if matches!(prepared, Prepared::Send { .. }) {
+            match begin.commit().await {
+                Ok(true) => {}
+                Ok(false) => return Outcome::Defer { delay: Duration::ZERO, code: "LEASE_LOST".into() },
+                Err(_) => return store_unavailable(),
+            }
+        }
+        self.send(message, prepared).await
+    }
+
+    fn settled(&self, id: i64) {
+        self.0.0.book.forget(id);
+    }
+
+    fn name(&self) -> &str {
+        self.adapter().name()
+    }
+}
+
+/// What the ledger says already, if anything.
+fn confirmed(entry: &Entry, order: &Order) -> Option<Outcome> {
+    if entry.request_digest != order.digest {
+        let why = "the ledger has another order under this key; it stands";
+        return Some(Outcome::Dead(Fault::new(code::CONFLICT, why, Reach::NeverSent)));
+    }
+    match entry.status {
+        Status::InProgress => None,
+        // The order ended, and its message has not heard of it.
+        Status::Succeeded => Some(Outcome::Sent { result_ref: entry.broker_ref.clone() }),
+        Status::Failed => {
+            let reason = entry.reason_code.clone().unwrap_or_else(|| "INTERNAL_ERROR".to_owned());
+            Some(Outcome::Dead(Fault::new(reason, "the ledger says that it failed", Reach::NeverSent)))
+        }
+    }
+}
+
+fn unreadable(why: &str) -> Fault {
+    Fault::new(code::UNREADABLE, format!("the stored order cannot be read: {why}"), Reach::NeverSent)
+}
+
+fn needs_reconcile(id: i64) -> Alert {
+    Alert {
+        kind: "needs_reconcile",
+        subject: format!("order {id}"),
+        message: format!(
+            "order {id} may have been executed and nobody can tell; ask the broker, then: postrider orders settle KEY --as succeeded|failed"
+        ),
+        count: 1,
+        details: serde_json::json!({ "outbox_id": id }),
+    }
+}
+
+fn unauthorized() -> Alert {
+    Alert {
+        kind: "broker_unauthorized",
+        subject: LANE.to_owned(),
+        message: "the broker refuses our credentials; orders wait until it takes them: correct [orders.http] headers"
+            .to_owned(),
+        count: 1,
+        details: serde_json::json!({}),
+    }
+}
+
+/// Only adapters that can do neither need to say that they begin.
+pub(crate) fn says_begun(idempotency: Idempotency) -> bool {
+    idempotency == Idempotency::None
+}

@@ -1,0 +1,71 @@
+//! What has ended and is past its time goes: entry, events, key and message together. Nothing unfinished ever does.
+
+use postrider::Result;
+use postrider::permit::{permit, withdraw_permit};
+use postrider::store::Mode;
+use postrider::tx::{Dialect, Tx, in_ids};
+
+use crate::ledger::{self, Entry, in_keys, key_column, key_hash};
+use crate::{LANE, Orders};
+
+/// Entries of one transaction.
+const BATCH: usize = 500;
+
+impl Orders {
+    /// Reaps all that is past its time; answers how many orders went.
+    pub async fn reap(&self) -> Result<usize> {
+        let mut gone = 0;
+        loop {
+            let batch = self.transact(Mode::Write, |tx| Box::pin(reap_some(tx))).await?;
+            gone += batch;
+            if batch < BATCH {
+                return Ok(gone);
+            }
+        }
+    }
+}
+
+async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
+    let sql = format!(
+        "SELECT idempotency_key FROM idempo_ledger WHERE expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
+    );
+    let rows = tx.query(&sql, &params).await?;
+    let mut keys: Vec<String> = rows.iter().map(|row| row.text(0)).collect::<Result<_>>()?;
+    if keys.is_empty() {
+        return Ok(0);
+    }
+    keys.sort_unstable();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let entries = ledger::find(tx, &keys, true).await?;
+    let over: Vec<&Entry> = entries.iter().filter(|entry| entry.expired).collect();
+    reap(tx, &over).await?;
+    Ok(over.len())
+}
+
+/// Takes entries that are past their time away, with all that belongs to them.
+pub(crate) async fn reap(tx: &mut (dyn Tx + Send), over: &[&Entry]) -> Result<()> {
+    let dialect = tx.dialect();
+    let keys: Vec<&str> = over.iter().map(|entry| entry.idempotency_key.as_str()).collect();
+    let hashes: Vec<String> = keys.iter().map(|key| key_hash(key)).collect();
+    let hashes: Vec<&str> = hashes.iter().map(String::as_str).collect();
+    let ids: Vec<i64> = over.iter().filter_map(|entry| entry.outbox_id).collect();
+    permit(tx, "prune").await?;
+    for (what, keys) in [("idempo_ledger WHERE idempotency_key", &keys), ("ledger_events WHERE key_hash", &hashes)] {
+        let mut params = Vec::new();
+        let list = in_keys(dialect, keys, &mut params);
+        tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
+    }
+    let mut params = Vec::new();
+    let list = in_keys(dialect, &keys, &mut params);
+    let column = key_column(dialect);
+    tx.execute(&format!("DELETE FROM outbox_keys WHERE lane = '{LANE}' AND {column} {list}"), &params).await?;
+    for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {
+        let mut params = Vec::new();
+        let list = in_ids(dialect, &ids, &mut params);
+        tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
+    }
+    withdraw_permit(tx).await
+}

@@ -1,0 +1,207 @@
+//! `[orders]` and `[lane.orders]`: which broker, how it is reached, what it can do about an order sent twice.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Duration;
+
+use postrider::LaneRules;
+use postrider_orders::adapters::{Faults, HttpSettings, Meaning, PaperSettings};
+use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
+
+use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
+use super::tuning::Tuning;
+use super::{Lane, Place, headers};
+use crate::couriers::Destination;
+use crate::failure::{Failure, Result};
+
+/// Orders, as configured.
+#[derive(Debug)]
+pub struct OrdersConfig {
+    pub settings: Settings,
+    /// What couriers learnt, until the store writes it.
+    pub book: Book,
+    pub broker: Broker,
+    pub strict: bool,
+}
+
+/// Who executes orders.
+pub enum Broker {
+    /// `chosen`: the file names it.
+    Paper {
+        settings: PaperSettings,
+        chosen: bool,
+    },
+    Http(HttpSettings),
+}
+
+impl std::fmt::Debug for Broker {
+    /// Headers may be secrets.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Broker {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Broker::Paper { .. } => "paper",
+            Broker::Http(_) => "http",
+        }
+    }
+
+    fn idempotency(&self) -> Idempotency {
+        match self {
+            Broker::Paper { settings, .. } => settings.idempotency,
+            Broker::Http(settings) => settings.idempotency,
+        }
+    }
+}
+
+pub(super) fn read(
+    place: &Place,
+    keys: &OrderKeys,
+    at: Range<usize>,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<OrdersConfig> {
+    let timeout = match variable("BROKER_TIMEOUT_MS").filter(|text| !text.trim().is_empty()) {
+        Some(text) => {
+            let wrong = || Failure::usage(format!("BROKER_TIMEOUT_MS must be milliseconds from 1 on, not `{text}`"));
+            text.trim().parse().ok().filter(|ms| *ms > 0).ok_or_else(wrong)?
+        }
+        None => keys.timeout_ms.map_or(2500, |ms| u64::from(ms.0)),
+    };
+    let timeout = Duration::from_millis(timeout);
+    let settling = keys.settling_sec.as_ref().map_or(Duration::from_secs(5), |s| s.get_ref().0);
+    let idempotency = keys.idempotency.map(|name| match name {
+        IdempotencyName::Key => Idempotency::Key,
+        IdempotencyName::LookUp => Idempotency::LookUp { settling },
+        IdempotencyName::None => Idempotency::None,
+    });
+    if let (Some(given), true) = (&keys.settling_sec, keys.idempotency != Some(IdempotencyName::LookUp)) {
+        return Err(place.wrong(given.span(), "settling_sec is only for idempotency = \"look_up\"; leave it out"));
+    }
+    let broker = match keys.adapter.unwrap_or(AdapterName::Paper) {
+        AdapterName::Paper => paper(place, keys, idempotency, timeout)?,
+        AdapterName::Http => http(place, keys, at, idempotency, timeout)?,
+    };
+    let usual = Settings::default();
+    let ledger_ttl = keys.ledger_ttl.map_or(usual.ledger_ttl, |span| span.0);
+    Ok(OrdersConfig {
+        settings: Settings { ledger_ttl, ..usual },
+        book: Book::default(),
+        broker,
+        strict: keys.strict_idempotency.unwrap_or(false),
+    })
+}
+
+fn paper(place: &Place, keys: &OrderKeys, idempotency: Option<Idempotency>, timeout: Duration) -> Result<Broker> {
+    let alien = [
+        ("url", keys.url.as_ref().map(|k| k.span())),
+        ("look_up_url", keys.look_up_url.as_ref().map(|k| k.span())),
+        ("headers", keys.headers.values().next().map(|k| k.span())),
+        ("statuses", keys.statuses.values().next().map(|k| k.span())),
+    ];
+    for (key, at) in alien {
+        if let Some(at) = at {
+            return Err(place.wrong(at, format!("{key} is only for adapter = \"http\"; leave it out")));
+        }
+    }
+    let faults = match &keys.faults {
+        None => Faults::default(),
+        Some(given) => {
+            let f = given.get_ref();
+            let shares = [f.reject, f.partial, f.fail, f.timeout, f.lose_reply];
+            if shares.iter().any(|share| !(0.0..=1.0).contains(share)) || shares.iter().sum::<f64>() > 1.0 {
+                return Err(place.wrong(given.span(), "faults are chances from 0.0 to 1.0, together at most 1.0"));
+            }
+            Faults { reject: f.reject, partial: f.partial, fail: f.fail, timeout: f.timeout, lose_reply: f.lose_reply }
+        }
+    };
+    let latency = keys.latency_ms.as_ref().map_or(Duration::ZERO, |ms| Duration::from_millis(ms.get_ref().0.into()));
+    let settings = PaperSettings { idempotency: idempotency.unwrap_or(Idempotency::Key), timeout, latency, faults };
+    Ok(Broker::Paper { settings, chosen: keys.adapter.is_some() })
+}
+
+fn http(
+    place: &Place,
+    keys: &OrderKeys,
+    at: Range<usize>,
+    idempotency: Option<Idempotency>,
+    timeout: Duration,
+) -> Result<Broker> {
+    for (key, at) in
+        [("faults", keys.faults.as_ref().map(|k| k.span())), ("latency_ms", keys.latency_ms.as_ref().map(|k| k.span()))]
+    {
+        if let Some(at) = at {
+            return Err(place.wrong(at, format!("{key} is only for adapter = \"paper\"; leave it out")));
+        }
+    }
+    let Some(url) = &keys.url else {
+        return Err(
+            place.wrong(at, "[orders] needs a url for adapter = \"http\", like \"https://broker.example/orders\"")
+        );
+    };
+    let Some(idempotency) = idempotency else {
+        let what = "[orders] must say what the broker does with an order sent twice: idempotency = \"key\" (executes an Idempotency-Key once), \"look_up\" (can be asked about a key) or \"none\"";
+        return Err(place.wrong(at, what));
+    };
+    let mut statuses = BTreeMap::new();
+    for (status, meaning) in &keys.statuses {
+        let number = status.parse().ok().filter(|n| (100..=599).contains(n));
+        let read = number.zip(Meaning::parse(meaning.get_ref()));
+        let what = || format!("statuses are like \"409\" = \"already_processed\"; the words: {}", Meaning::WORDS);
+        let (status, meaning) = read.ok_or_else(|| place.wrong(meaning.span(), what()))?;
+        statuses.insert(status, meaning);
+    }
+    let settings = HttpSettings {
+        url: url.get_ref().clone(),
+        look_up_url: keys.look_up_url.as_ref().map(|url| url.get_ref().clone()),
+        headers: headers(place, &keys.headers)?,
+        statuses,
+        idempotency,
+        timeout,
+    };
+    let check = postrider_orders::adapters::HttpBroker::new(settings.clone());
+    check.map_err(|e| place.wrong(keys.look_up_url.as_ref().map_or(url.span(), |k| k.span()), e))?;
+    Ok(Broker::Http(settings))
+}
+
+/// `[lane.orders]`: where orders go is said in `[orders]`, how long they are kept by the ledger.
+pub(super) fn lane(
+    place: &Place,
+    at: Range<usize>,
+    keys: &LaneKeys,
+    common: &Tuning,
+    environment: &Tuning,
+    orders: &mut OrdersConfig,
+) -> Result<Lane> {
+    let not_ours = keys.courier.is_some()
+        || keys.url.is_some()
+        || keys.timeout_ms.is_some()
+        || !keys.headers.is_empty()
+        || keys.show_payload.is_some()
+        || keys.dedup.is_some()
+        || keys.retention.is_some()
+        || keys.key_ttl.is_some();
+    if not_ours {
+        let what = "[lane.orders] takes no courier, url, timeout_ms, headers, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
+        return Err(place.wrong(at, what));
+    }
+    if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
+        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
+    }
+    let usual = lane_rules(&orders.book, orders.broker.idempotency());
+    let rules = LaneRules {
+        shards: keys.shards.map_or(usual.shards, |n| n.0),
+        max_payload_bytes: keys.max_payload_bytes.map_or(usual.max_payload_bytes, |n| n.0 as usize),
+        audit: keys.audit.unwrap_or(false),
+        ..usual
+    };
+    let mut settings = lane_settings();
+    settings.shards = (0..rules.shards).collect();
+    for tuning in [common, &Tuning::from(keys), environment] {
+        tuning.apply(&mut settings);
+    }
+    orders.settings.max_crashes = settings.budgets.max_crashes;
+    Ok(Lane { rules, settings, destination: Destination::Orders, max_age: keys.max_age.map(|span| span.0) })
+}

@@ -1,0 +1,352 @@
+//! Orders over HTTP. Their errors are flat, as the order API has it; what has ended is answered as it was stored, byte for
+//! byte.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::{BytesRejection, PathRejection};
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header::CONTENT_TYPE};
+use axum::response::{IntoResponse, Response};
+use postrider_orders::{Entry, Invalid, LANE, LedgerEvent, NewOrder, Order, Placed, Status, check_key};
+use serde::Serialize;
+use serde_json::Value;
+use serde_json::value::RawValue;
+use utoipa::ToSchema;
+
+use super::App;
+use super::error::Refusal;
+use super::request::{header, unquoted};
+
+const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+
+/// An order, as `docs/orders.md` tells; unknown fields are refused.
+#[derive(ToSchema)]
+#[allow(dead_code)] // it only describes: the order is read strictly by its own rules
+pub struct OrderBody {
+    order_id: Option<String>,
+    #[schema(pattern = "^[A-Z0-9._-]{3,20}$", example = "AAPL")]
+    instrument: String,
+    #[schema(pattern = "^(BUY|SELL)$", example = "BUY")]
+    side: String,
+    #[schema(exclusive_minimum = 0.0, example = 10)]
+    qty: f64,
+    /// Left out or null: at the market.
+    #[schema(exclusive_minimum = 0.0)]
+    price: Option<f64>,
+    #[schema(pattern = "^(IOC|FOK|GTC)$", example = "IOC")]
+    time_in_force: String,
+    #[schema(value_type = Option<Object>)]
+    tags: Option<Value>,
+    /// Not part of what the key is bound to.
+    trace_id: Option<String>,
+    /// If given, equal to the header.
+    idempotency_key: Option<String>,
+    #[schema(format = "date-time")]
+    requested_at: Option<String>,
+}
+
+/// An order that was taken in and has not ended.
+#[derive(Serialize, ToSchema)]
+pub struct AcceptedOrder {
+    #[schema(example = "accepted")]
+    status: &'static str,
+    idempotency_key: String,
+    order_id: String,
+    outbox_id: i64,
+    /// SHA-256 over the canonical JSON of the order.
+    request_digest: String,
+}
+
+/// Why an order was not taken.
+#[derive(Serialize, ToSchema)]
+pub struct OrderError {
+    #[schema(example = "IDEMPOTENCY_CONFLICT")]
+    error: &'static str,
+    message: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    idempotency_key: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    fields: Vec<WrongField>,
+    #[serde(skip)]
+    status: StatusCode,
+}
+
+#[derive(Serialize, ToSchema)]
+pub struct WrongField {
+    field: String,
+    message: String,
+}
+
+impl OrderError {
+    fn new(status: StatusCode, error: &'static str, message: impl Into<String>) -> Self {
+        OrderError { error, message: message.into(), idempotency_key: None, fields: vec![], status }
+    }
+
+    fn of(mut self, key: &str) -> Self {
+        self.idempotency_key = Some(key.to_owned());
+        self
+    }
+}
+
+impl IntoResponse for OrderError {
+    fn into_response(self) -> Response {
+        (self.status, Json(self)).into_response()
+    }
+}
+
+/// Either shape of error.
+pub enum Wrong {
+    Order(OrderError),
+    Server(Refusal),
+}
+
+impl IntoResponse for Wrong {
+    fn into_response(self) -> Response {
+        match self {
+            Wrong::Order(error) => error.into_response(),
+            Wrong::Server(refusal) => refusal.into_response(),
+        }
+    }
+}
+
+impl From<OrderError> for Wrong {
+    fn from(error: OrderError) -> Self {
+        Wrong::Order(error)
+    }
+}
+
+impl<E: Into<Refusal>> From<E> for Wrong {
+    fn from(error: E) -> Self {
+        Wrong::Server(error.into())
+    }
+}
+
+fn key_of(headers: &HeaderMap) -> Result<String, Wrong> {
+    let missing = || {
+        let what = "send the header Idempotency-Key with a key of your own for this order, the same for every attempt";
+        OrderError::new(StatusCode::BAD_REQUEST, "IDEMPOTENCY_KEY_REQUIRED", what)
+    };
+    let key = header(headers, "Idempotency-Key")?.map(|text| unquoted(text.trim())).filter(|key| !key.is_empty());
+    let key = key.ok_or_else(missing)?;
+    check_key(key)
+        .map_err(|e| invalid(vec![WrongField { field: "Idempotency-Key".to_owned(), message: e.message }]))?;
+    Ok(key.to_owned())
+}
+
+fn invalid(fields: Vec<WrongField>) -> OrderError {
+    let names: Vec<&str> = fields.iter().map(|wrong| wrong.field.as_str()).collect();
+    let message = format!("the order cannot be taken: {}", names.join(", "));
+    OrderError { fields, ..OrderError::new(StatusCode::UNPROCESSABLE_ENTITY, "VALIDATION_ERROR", message) }
+}
+
+fn read(body: &[u8], key: &str) -> Result<Order, OrderError> {
+    let order = Order::parse(body).map_err(|wrong| match wrong {
+        Invalid::NotJson(why) => {
+            OrderError::new(StatusCode::BAD_REQUEST, "INVALID_JSON", format!("the body is no JSON: {why}"))
+        }
+        Invalid::Fields(fields) => {
+            invalid(fields.into_iter().map(|e| WrongField { field: e.field, message: e.message }).collect())
+        }
+    })?;
+    if order.idempotency_key.as_deref().is_some_and(|own| own != key) {
+        let what = "the header Idempotency-Key and the body's idempotency_key differ";
+        return Err(OrderError::new(StatusCode::UNPROCESSABLE_ENTITY, "IDEMPOTENCY_MISMATCH", what).of(key));
+    }
+    Ok(order)
+}
+
+/// Place an order
+///
+/// Answered once ledger entry and message are committed. The same key and order again is answered with where it stands, and
+/// once it has ended with its stored result; another order under the key is refused.
+#[utoipa::path(
+    post, path = "/do/order", tag = "orders", request_body = OrderBody,
+    params(("Idempotency-Key" = String, Header, description = "Yours, for this order; bare or in quotes")),
+    responses(
+        (status = 201, description = "Taken in", body = AcceptedOrder),
+        (status = 200, description = "It was before (`Idempotent-Replayed: true`): where it stands, or its stored result", body = Object),
+        (status = 400, description = "`IDEMPOTENCY_KEY_REQUIRED`, or no JSON; or the stored result", body = OrderError),
+        (status = 409, description = "`IDEMPOTENCY_CONFLICT`: the key belongs to another order; or the stored result", body = OrderError),
+        (status = 422, description = "`VALIDATION_ERROR`, `IDEMPOTENCY_MISMATCH`", body = OrderError),
+        (status = 502, description = "The stored result of an order that failed", body = Object),
+        (status = 504, description = "The stored result of an order that failed", body = Object),
+    )
+)]
+pub async fn place(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, Wrong> {
+    let key = key_of(&headers)?;
+    let order = read(&body?, &key)?;
+    let mut new = NewOrder::new(&key, order.clone());
+    new.correlation_id = header(&headers, "X-Correlation-ID")?.map(str::to_owned);
+    for name in ["traceparent", "tracestate"] {
+        new.trace.extend(header(&headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
+    }
+    match app.placing.put(new).await? {
+        Placed::Accepted { outbox_id } => {
+            app.meters.ledger_write("in_progress");
+            Ok((StatusCode::CREATED, Json(accepted(&app, &order, key, outbox_id))).into_response())
+        }
+        Placed::Conflict => {
+            app.meters.conflict(LANE);
+            Err(conflict(app.strict_orders).of(&key).into())
+        }
+        Placed::Replayed(entry) if app.strict_orders && entry.status == Status::InProgress => {
+            let what = "the first request with this key is still being worked on; ask again later";
+            Err(OrderError::new(StatusCode::CONFLICT, "IDEMPOTENCY_IN_PROGRESS", what).of(&key).into())
+        }
+        Placed::Replayed(entry) => {
+            let mut response = standing(&app, &order, *entry);
+            response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+            Ok(response)
+        }
+    }
+}
+
+fn conflict(strict: bool) -> OrderError {
+    let what = "this key belongs to another order; nothing was written. Use a new key for a new order";
+    match strict {
+        false => OrderError::new(StatusCode::CONFLICT, "IDEMPOTENCY_CONFLICT", what),
+        true => OrderError::new(StatusCode::UNPROCESSABLE_ENTITY, "IDEMPOTENCY_PAYLOAD_MISMATCH", what),
+    }
+}
+
+fn accepted(app: &App, order: &Order, key: String, outbox_id: i64) -> AcceptedOrder {
+    AcceptedOrder {
+        status: "accepted",
+        idempotency_key: key,
+        order_id: app.orders.order_id(order, outbox_id),
+        outbox_id,
+        request_digest: order.digest.clone(),
+    }
+}
+
+/// Where an order stands: accepted, or its stored result.
+fn standing(app: &App, order: &Order, entry: Entry) -> Response {
+    match (entry.http_status, entry.response_payload_json) {
+        (Some(status), Some(stored)) => {
+            let mut response = Response::new(Body::from(stored));
+            *response.status_mut() = StatusCode::from_u16(status).unwrap_or(StatusCode::OK);
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            response
+        }
+        _ => {
+            let outbox_id = entry.outbox_id.unwrap_or_default();
+            Json(accepted(app, order, entry.idempotency_key, outbox_id)).into_response()
+        }
+    }
+}
+
+type Key = Result<Path<String>, PathRejection>;
+
+fn unknown(key: &str) -> OrderError {
+    OrderError::new(StatusCode::NOT_FOUND, "ORDER_NOT_FOUND", "there is no order under this key, or its time is over")
+        .of(key)
+}
+
+/// Where an order stands
+#[utoipa::path(
+    get, path = "/do/order/{key}", tag = "orders", params(("key" = String, Path)),
+    responses(
+        (status = 200, description = "Accepted, or its stored result with its stored status", body = Object),
+        (status = 404, description = "`ORDER_NOT_FOUND`", body = OrderError),
+    )
+)]
+pub async fn show(State(app): State<Arc<App>>, path: Key) -> Result<Response, Wrong> {
+    let key = path?.0;
+    let entry = app.orders.entry(&key).await?.ok_or_else(|| unknown(&key))?;
+    if entry.status != Status::InProgress {
+        // The order itself is not needed for what is stored.
+        let none = Order::parse(br#"{"instrument":"NONE","side":"BUY","qty":1,"time_in_force":"IOC"}"#);
+        if let Ok(order) = none {
+            return Ok(standing(&app, &order, entry));
+        }
+    }
+    let id = entry.outbox_id.unwrap_or_default();
+    let payload = app.outbox.payload(id).await?.ok_or_else(|| unknown(&key))?;
+    let order = Order::parse(&payload).map_err(|_| unknown(&key))?;
+    Ok(standing(&app, &order, entry))
+}
+
+/// An entry of the ledger.
+#[derive(Serialize, ToSchema)]
+pub struct LedgerView {
+    idempotency_key: String,
+    request_digest: String,
+    /// `in_progress`, `succeeded` or `failed`.
+    status: &'static str,
+    http_status: Option<u16>,
+    /// The stored result, as it is answered.
+    #[schema(value_type = Option<Object>)]
+    response: Option<Box<RawValue>>,
+    result_digest: Option<String>,
+    broker_ref: Option<String>,
+    reason_code: Option<String>,
+    outbox_id: Option<i64>,
+    first_seen_at: String,
+    last_seen_at: String,
+    finished_at: Option<String>,
+    /// How often it was asked for again.
+    replays: i64,
+    expires_at: Option<String>,
+    /// How it moved, and by whom.
+    events: Vec<LedgerEventView>,
+}
+
+#[derive(Serialize, ToSchema)]
+pub struct LedgerEventView {
+    from_status: Option<String>,
+    to_status: String,
+    actor: String,
+    reason: Option<String>,
+    at: String,
+}
+
+/// One entry of the ledger, with how it came about
+#[utoipa::path(
+    get, path = "/v1/ledger/{key}", tag = "orders", params(("key" = String, Path)),
+    responses(
+        (status = 200, description = "It", body = LedgerView),
+        (status = 404, description = "`ORDER_NOT_FOUND`", body = OrderError),
+    )
+)]
+pub async fn ledger(State(app): State<Arc<App>>, path: Key) -> Result<Json<LedgerView>, Wrong> {
+    let key = path?.0;
+    let entry = app.orders.entry(&key).await?.ok_or_else(|| unknown(&key))?;
+    let events = app.orders.events(&key).await?;
+    Ok(Json(ledger_view(entry, events)))
+}
+
+/// An entry as it is shown, here and on the command line.
+pub fn ledger_view(entry: Entry, events: Vec<LedgerEvent>) -> LedgerView {
+    LedgerView {
+        idempotency_key: entry.idempotency_key,
+        request_digest: entry.request_digest,
+        status: entry.status.as_str(),
+        http_status: entry.http_status,
+        response: entry.response_payload_json.and_then(|text| RawValue::from_string(text).ok()),
+        result_digest: entry.result_digest,
+        broker_ref: entry.broker_ref,
+        reason_code: entry.reason_code,
+        outbox_id: entry.outbox_id,
+        first_seen_at: entry.first_seen_at.to_string(),
+        last_seen_at: entry.last_seen_at.to_string(),
+        finished_at: entry.finished_at.map(|at| at.to_string()),
+        replays: entry.replays,
+        expires_at: entry.expires_at.map(|at| at.to_string()),
+        events: events
+            .into_iter()
+            .map(|e| LedgerEventView {
+                from_status: e.from_status,
+                to_status: e.to_status,
+                actor: e.actor,
+                reason: e.reason,
+                at: e.at.to_string(),
+            })
+            .collect(),
+    }
+}
