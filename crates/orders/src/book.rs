@@ -12,6 +12,7 @@ use postrider::tx::{Tx, in_ids};
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
 
 use crate::decide::{Event, code, http_status};
+use crate::failpoint::reach;
 use crate::ledger::{self, By, Finish, key_column};
 use crate::request::Order;
 use crate::result::{Execution, Frame, LatencyMs};
@@ -150,6 +151,7 @@ impl OnSettled for Book {
             if ledger::finish(tx, key, &digest, &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
+            reach("settling");
         }
         Ok(())
     }

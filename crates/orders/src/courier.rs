@@ -14,6 +14,7 @@ use crate::book::{Tried, by_worker};
 use crate::decide::{
     Claimed, Idempotency, Next, Reason, Refusal, Status, Way, after_refusal, awaits_look_up, code, way,
 };
+use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
 use crate::{LANE, Orders, PARKED_FOR, order_id};
@@ -49,6 +50,7 @@ impl OrderCourier {
     }
 
     async fn prepare(&self, message: &Message) -> Prepared {
+        reach("claimed");
         let order = match Order::parse(&message.payload) {
             Ok(order) => order,
             Err(why) => return Prepared::Say(Outcome::Dead(unreadable(&why.to_string()))),
@@ -175,6 +177,7 @@ impl OrderCourier {
         let sending = Sending { order: &order, key: &key, order_id: &id, now: began_at, headers: &message.headers };
         let answer = self.adapter().send(&sending).await;
         let took = Tick::now().since(began);
+        reach("sent");
         match answer {
             Answer::Executed(execution, reason) => {
                 let result_ref = Some(execution.order_ref.clone()).filter(|r| !r.is_empty());
@@ -223,11 +226,13 @@ impl Courier for OrderCourier {
                 Ok(false) => return Outcome::Defer { delay: Duration::ZERO, code: "LEASE_LOST".into() },
                 Err(_) => return store_unavailable(),
             }
+            reach("begun");
         }
         self.send(message, prepared).await
     }
 
     fn settled(&self, id: i64) {
+        reach("settled");
         self.0.0.book.forget(id);
     }
 

@@ -6,6 +6,7 @@ use postrider::store::Mode;
 use postrider::tx::Tx;
 use postrider::{Enqueued, Error, NewMessage, Result};
 
+use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
 use crate::{LANE, Orders, janitor};
@@ -62,6 +63,7 @@ impl Orders {
                 Err(error) if error.effect == postrider::error::Effect::Unknown && round < 3 => {}
                 Err(error) => return Err(error),
                 Ok(placed) => {
+                    reach("placed");
                     self.committed();
                     return Ok(placed);
                 }
@@ -155,6 +157,7 @@ impl Orders {
             }
             placed[i] = Some(Placed::Accepted { outbox_id: entry.id });
         }
+        reach("placing");
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ pub mod result;
 
 mod book;
 mod courier;
+mod failpoint;
 mod intake;
 mod janitor;
 mod operate;

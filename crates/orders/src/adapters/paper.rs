@@ -113,6 +113,17 @@ impl PaperBroker {
         Execution { order_ref, fills: vec![Fill { px: Number(px), qty: Number(qty), ts: sending.now.to_string() }] }
     }
 
+    /// What it executed under a key, if it keeps keys apart.
+    async fn executed_before(&self, key: &str) -> Option<Execution> {
+        if self.settings.idempotency != Idempotency::Key {
+            return None;
+        }
+        match self.look_up(key).await {
+            Ok(Found::Executed(before)) => Some(before),
+            _ => None,
+        }
+    }
+
     /// Writes it into the book; answers what the book had under the key, if it keeps keys apart.
     async fn execute(&self, sending: &Sending<'_>, execution: &Execution) -> Result<Option<Execution>, Error> {
         let json = serde_json::to_string(execution).map_err(|e| Error::database(e.to_string()))?;
@@ -195,7 +206,13 @@ impl Adapter for PaperBroker {
         tokio::time::sleep(self.settings.latency).await;
         let late = || refused(Reason::Timeout, "the paper broker did not answer in time", Reach::Unknown);
         match fate {
-            Fate::Reject => return refused(Reason::Rejected, "the paper broker rejects it", Reach::Answered),
+            Fate::Reject => {
+                // What it has executed it does not reject any more.
+                return match self.executed_before(sending.key).await {
+                    Some(before) => Answer::Executed(before, Some(Reason::AlreadyProcessed)),
+                    None => refused(Reason::Rejected, "the paper broker rejects it", Reach::Answered),
+                };
+            }
             Fate::Fail => return refused(Reason::ServerError, "the paper broker answers 503", Reach::Answered),
             Fate::Timeout => {
                 tokio::time::sleep(self.settings.timeout).await;

@@ -87,6 +87,23 @@ impl Home {
         Running(Some(self.command(args).stderr(Stdio::null()).spawn().unwrap()))
     }
 
+    /// What a query behind the command's back answers, as text.
+    pub fn rows(&self, sql: &str) -> Vec<Vec<String>> {
+        self.database.rows(self.folder.path(), sql)
+    }
+
+    pub fn text(&self, sql: &str) -> String {
+        self.rows(sql).first().and_then(|row| row.first().cloned()).unwrap_or_else(|| panic!("no row: {sql}"))
+    }
+
+    pub fn number(&self, sql: &str) -> i64 {
+        self.text(sql).parse().unwrap()
+    }
+
+    pub fn execute(&self, sql: &str) {
+        self.database.sql(self.folder.path(), sql);
+    }
+
     /// `outbox stats --json` of one lane.
     pub fn stats(&self, lane: &str) -> Value {
         self.run(&["outbox", "stats", "--json"]).done().json()["lanes"][lane].clone()

@@ -10,6 +10,7 @@ mod demo;
 mod fleet;
 mod home;
 mod on_every_database;
+mod orders;
 mod outage;
 mod receiver;
 mod scratch;

@@ -23,10 +23,29 @@ pub struct Receiver {
     requests: Arc<Mutex<Vec<Request>>>,
 }
 
+/// A port nobody listens on, and the URL of whoever will.
+pub fn free_port() -> (u16, String) {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    (port, format!("http://127.0.0.1:{port}/in"))
+}
+
 impl Receiver {
     /// Answers each request with the status this gives, or never if it gives none.
     pub fn start(answer: impl Fn(&Request) -> Option<u16> + Send + Sync + 'static) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Receiver::listen(0, move |request| answer(request).map(|status| (status, String::new())))
+    }
+
+    /// Answers with a status and a body.
+    pub fn answering(answer: impl Fn(&Request) -> (u16, String) + Send + Sync + 'static) -> Self {
+        Receiver::answering_on(0, answer)
+    }
+
+    pub fn answering_on(port: u16, answer: impl Fn(&Request) -> (u16, String) + Send + Sync + 'static) -> Self {
+        Receiver::listen(port, move |request| Some(answer(request)))
+    }
+
+    fn listen(port: u16, answer: impl Fn(&Request) -> Option<(u16, String)> + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
         let url = format!("http://{}/in", listener.local_addr().unwrap());
         let requests: Arc<Mutex<Vec<Request>>> = Arc::default();
         let (log, answer) = (requests.clone(), Arc::new(answer));
@@ -44,7 +63,11 @@ impl Receiver {
     }
 }
 
-fn serve(stream: TcpStream, log: &Mutex<Vec<Request>>, answer: &dyn Fn(&Request) -> Option<u16>) -> Option<()> {
+fn serve(
+    stream: TcpStream,
+    log: &Mutex<Vec<Request>>,
+    answer: &dyn Fn(&Request) -> Option<(u16, String)>,
+) -> Option<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut request = Request::default();
@@ -64,7 +87,10 @@ fn serve(stream: TcpStream, log: &Mutex<Vec<Request>>, answer: &dyn Fn(&Request)
         request.bytes = body;
         log.lock().unwrap().push(request.clone());
         match answer(&request) {
-            Some(status) => write!(reader.get_mut(), "HTTP/1.1 {status} Because\r\ncontent-length: 0\r\n\r\n").ok()?,
+            Some((status, body)) => {
+                let length = body.len();
+                write!(reader.get_mut(), "HTTP/1.1 {status} Because\r\ncontent-length: {length}\r\n\r\n{body}").ok()?
+            }
             None => drop(reader.read_line(&mut line)), // until the other side gives up
         }
     }

@@ -47,6 +47,55 @@ impl Database {
         self.url().is_some()
     }
 
+    /// What a query answers, every value as text.
+    pub fn rows(&self, folder: &std::path::Path, sql: &str) -> Vec<Vec<String>> {
+        match self {
+            Database::Sqlite => sqlite_rows(&folder.join("postrider.db"), sql),
+            Database::Postgres { url, .. } => postgres_rows(url, sql),
+            Database::Mysql { url, .. } => mysql_rows(url, sql),
+        }
+    }
+
+    /// A moment a day from now, as SQL.
+    pub fn in_a_day(&self) -> String {
+        match self {
+            Database::Sqlite => "(SELECT MAX(first_seen_at) + 86400000000 FROM idempo_ledger)".to_owned(),
+            Database::Postgres { .. } => "clock_timestamp() + INTERVAL '1 day'".to_owned(),
+            Database::Mysql { .. } => "UTC_TIMESTAMP(6) + INTERVAL 1 DAY".to_owned(),
+        }
+    }
+
+    /// Bytes, as SQL.
+    pub fn bytes(&self, text: &str) -> String {
+        match self {
+            Database::Postgres { .. } => format!("'{text}'::bytea"),
+            _ => format!("'{text}'"),
+        }
+    }
+
+    /// SQL that makes every update of a table fail, and SQL that ends it.
+    pub fn no_updates(&self, table: &str) -> (String, String) {
+        match self {
+            Database::Sqlite => (
+                format!("CREATE TRIGGER broken BEFORE UPDATE ON {table} BEGIN SELECT RAISE(ABORT, 'broken'); END"),
+                "DROP TRIGGER broken".to_owned(),
+            ),
+            Database::Postgres { .. } => (
+                format!(
+                    "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'broken'; END $$;
+                     CREATE TRIGGER broken BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION broken()"
+                ),
+                format!("DROP TRIGGER broken ON {table}"),
+            ),
+            Database::Mysql { .. } => (
+                format!(
+                    "CREATE TRIGGER broken BEFORE UPDATE ON {table} FOR EACH ROW IF TRUE THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'broken'; END IF"
+                ),
+                "DROP TRIGGER broken".to_owned(),
+            ),
+        }
+    }
+
     /// Runs SQL behind the command's back.
     pub fn sql(&self, folder: &std::path::Path, sql: &str) {
         match self {
@@ -72,6 +121,53 @@ impl Drop for Database {
             Database::Mysql { server, name, .. } => on_mysql(server, &format!("DROP DATABASE {name}")),
         }
     }
+}
+
+fn sqlite_rows(file: &std::path::Path, sql: &str) -> Vec<Vec<String>> {
+    use rusqlite::types::ValueRef;
+    let connection = rusqlite::Connection::open(file).unwrap();
+    connection.busy_timeout(std::time::Duration::from_secs(30)).unwrap();
+    let mut statement = connection.prepare(sql).unwrap();
+    let columns = statement.column_count();
+    let text = |value: ValueRef<'_>| match value {
+        ValueRef::Null => String::new(),
+        ValueRef::Integer(n) => n.to_string(),
+        ValueRef::Real(n) => n.to_string(),
+        ValueRef::Text(bytes) | ValueRef::Blob(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+    };
+    let rows = statement.query_map([], |row| (0..columns).map(|i| row.get_ref(i).map(text)).collect()).unwrap();
+    rows.collect::<Result<_, _>>().unwrap()
+}
+
+fn postgres_rows(url: &str, sql: &str) -> Vec<Vec<String>> {
+    block_on(async {
+        let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
+        let connection = tokio::spawn(connection);
+        let answer = client.simple_query(sql).await.unwrap();
+        drop(client);
+        connection.await.unwrap().unwrap();
+        let row = |message: &tokio_postgres::SimpleQueryMessage| match message {
+            tokio_postgres::SimpleQueryMessage::Row(row) => {
+                Some((0..row.len()).map(|i| row.get(i).unwrap_or_default().to_owned()).collect())
+            }
+            _ => None,
+        };
+        answer.iter().filter_map(row).collect()
+    })
+}
+
+fn mysql_rows(url: &str, sql: &str) -> Vec<Vec<String>> {
+    block_on(async {
+        let mut connection = mysql_async::Conn::from_url(url).await.unwrap();
+        let rows: Vec<mysql_async::Row> = connection.query(sql).await.unwrap();
+        connection.disconnect().await.unwrap();
+        let text = |value: mysql_async::Value| match value {
+            mysql_async::Value::NULL => String::new(),
+            mysql_async::Value::Bytes(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+            other => other.as_sql(true).trim_matches('\'').to_owned(),
+        };
+        rows.into_iter().map(|row| row.unwrap().into_iter().map(text).collect()).collect()
+    })
 }
 
 /// The servers must be there: a database that could not be started is a failure, never a skipped test.

@@ -1,0 +1,286 @@
+//! A fresh database per test on each store, with orders on it and a broker that is scripted.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postrider::alerts::Alerts;
+use postrider::backoff::Backoff;
+use postrider::outcome::Reach;
+use postrider::store::{Claim, From, Mode, transact};
+use postrider::tx::{Row, Value};
+use postrider::{LaneRules, Lanes, Message, Options, Outbox, Worker, stores};
+use postrider_orders::adapters::{Adapter, Answer, Found, Sending};
+use postrider_orders::decide::{Reason, Refusal};
+use postrider_orders::result::{Execution, Fill, Number};
+use postrider_orders::{
+    Book, Entry, Idempotency, LANE, MIGRATIONS, NewOrder, Order, Orders, Placed, Settings, lane_rules, lane_settings,
+};
+use tokio::sync::watch;
+
+use crate::scratch::{self, Scratch};
+
+macro_rules! on_every_store {
+    ($($case:ident),* $(,)?) => {
+        on_every_store!(@store sqlite $($case)*);
+        on_every_store!(@store postgres $($case)*);
+        on_every_store!(@store mysql $($case)*);
+    };
+    (@store $store:ident $($case:ident)*) => {
+        mod $store {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $case() {
+                super::$case(crate::harness::$store().await).await
+            })*
+        }
+    };
+}
+pub(crate) use on_every_store;
+
+/// A database, not yet opened: each case has its own kind of broker.
+pub struct Ground(Scratch);
+
+pub async fn sqlite() -> Ground {
+    Ground(scratch::sqlite())
+}
+
+pub async fn postgres() -> Ground {
+    Ground(scratch::postgres().await)
+}
+
+pub async fn mysql() -> Ground {
+    Ground(scratch::mysql().await)
+}
+
+/// What the broker does with the next order.
+#[derive(Clone, Debug)]
+pub enum Act {
+    Fill,
+    /// Executes, and its answer is lost.
+    LoseReply,
+    Refuse(Reason, Reach),
+}
+
+/// A broker in memory: executes what it is sent, unless the script says otherwise.
+pub struct Broker {
+    idempotency: Idempotency,
+    script: Mutex<VecDeque<Act>>,
+    pub executed: Mutex<HashMap<String, u32>>,
+    pub sends: Mutex<Vec<String>>,
+    pub look_ups: Mutex<u32>,
+}
+
+impl Broker {
+    fn execute(&self, key: &str) -> bool {
+        let mut executed = self.executed.lock().unwrap();
+        let times = executed.entry(key.to_owned()).or_default();
+        let again = *times > 0;
+        if !again || self.idempotency != Idempotency::Key {
+            *times += 1;
+        }
+        again
+    }
+
+    pub fn executions(&self, key: &str) -> u32 {
+        self.executed.lock().unwrap().get(key).copied().unwrap_or(0)
+    }
+
+    pub fn sends(&self) -> usize {
+        self.sends.lock().unwrap().len()
+    }
+
+    pub fn next(&self, acts: &[Act]) {
+        self.script.lock().unwrap().extend(acts.iter().cloned());
+    }
+}
+
+fn execution(qty: rust_decimal::Decimal) -> Execution {
+    let fill = Fill { px: Number(rust_decimal::Decimal::TEN), qty: Number(qty), ts: "2026-01-01T00:00:00Z".to_owned() };
+    Execution { order_ref: "ref-1".to_owned(), fills: vec![fill] }
+}
+
+#[async_trait]
+impl Adapter for Broker {
+    fn name(&self) -> &str {
+        "scripted"
+    }
+
+    fn idempotency(&self) -> Idempotency {
+        self.idempotency
+    }
+
+    async fn send(&self, sending: &Sending<'_>) -> Answer {
+        self.sends.lock().unwrap().push(sending.key.to_owned());
+        let act = self.script.lock().unwrap().pop_front().unwrap_or(Act::Fill);
+        let refused = |reason, reach| {
+            Answer::Refused(Refusal { reason, message: "as told".to_owned(), reach, retry_after: None })
+        };
+        match act {
+            Act::Refuse(reason, reach) => refused(reason, reach),
+            Act::LoseReply => {
+                self.execute(sending.key);
+                refused(Reason::Timeout, Reach::Unknown)
+            }
+            Act::Fill => {
+                let before = self.execute(sending.key) && self.idempotency == Idempotency::Key;
+                Answer::Executed(execution(sending.order.qty), before.then_some(Reason::AlreadyProcessed))
+            }
+        }
+    }
+
+    async fn look_up(&self, key: &str) -> Result<Found, Refusal> {
+        *self.look_ups.lock().unwrap() += 1;
+        Ok(if self.executions(key) > 0 { Found::Executed(execution(1.into())) } else { Found::Nothing })
+    }
+}
+
+pub struct Home {
+    pub orders: Orders,
+    pub outbox: Outbox,
+    pub broker: Arc<Broker>,
+    _ground: Scratch,
+}
+
+impl Ground {
+    pub async fn open(self, idempotency: Idempotency) -> Home {
+        self.open_with(idempotency, Settings::default()).await
+    }
+
+    pub async fn open_with(self, idempotency: Idempotency, settings: Settings) -> Home {
+        let book = Book::default();
+        let lanes = Lanes::new().with(LANE, lane_rules(&book, idempotency)).with("alerts", LaneRules::default());
+        let options = Options { migrations: MIGRATIONS.to_vec(), ..Options::default() };
+        let outbox = Outbox::new(stores::open(&self.0.url, lanes, options).await.unwrap());
+        outbox.migrate().await.unwrap();
+        let broker = Arc::new(Broker {
+            idempotency,
+            script: Mutex::default(),
+            executed: Mutex::default(),
+            sends: Mutex::default(),
+            look_ups: Mutex::default(),
+        });
+        let alerts = Alerts::new(outbox.clone(), "alerts", Duration::from_secs(300));
+        let orders = Orders::new(outbox.clone(), settings, book, broker.clone(), Some(alerts)).await.unwrap();
+        Home { orders, outbox, broker, _ground: self.0 }
+    }
+}
+
+pub fn order(qty: &str) -> Order {
+    let body = format!(r#"{{"instrument":"AAPL","side":"BUY","qty":{qty},"price":10,"time_in_force":"IOC"}}"#);
+    Order::parse(body.as_bytes()).unwrap()
+}
+
+impl Home {
+    /// Places one; its message.
+    pub async fn place(&self, key: &str) -> i64 {
+        match self.place_as(key, "1").await {
+            Placed::Accepted { outbox_id } => outbox_id,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub async fn place_as(&self, key: &str, qty: &str) -> Placed {
+        self.orders.place(vec![NewOrder::new(key, order(qty))]).await.unwrap().remove(0)
+    }
+
+    pub async fn entry(&self, key: &str) -> Entry {
+        self.orders.entry(key).await.unwrap().expect("an entry")
+    }
+
+    pub async fn rows(&self, sql: &str) -> Vec<Row> {
+        self.try_rows(sql).await.unwrap_or_else(|e| panic!("{sql}: {e}"))
+    }
+
+    pub async fn try_rows(&self, sql: &str) -> postrider::Result<Vec<Row>> {
+        let sql: Arc<str> = sql.into();
+        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            let sql = sql.clone();
+            Box::pin(async move { tx.query(&sql, &[] as &[Value]).await })
+        })
+        .await
+    }
+
+    pub async fn execute(&self, sql: &str) -> postrider::Result<u64> {
+        let sql: Arc<str> = sql.into();
+        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            let sql = sql.clone();
+            Box::pin(async move { tx.execute(&sql, &[] as &[Value]).await })
+        })
+        .await
+    }
+
+    pub async fn count(&self, what: &str) -> i64 {
+        self.rows(&format!("SELECT COUNT(*) FROM {what}")).await[0].int(0).unwrap()
+    }
+
+    /// What the view of spec 003 says of a key.
+    pub async fn view(&self, key: &str) -> (String, i64, Option<String>) {
+        let sql =
+            format!("SELECT status, attempts, last_error_code FROM outbox_orders WHERE idempotency_key = '{key}'");
+        let rows = self.rows(&sql).await;
+        assert_eq!(rows.len(), 1, "{rows:?}");
+        (rows[0].text(0).unwrap(), rows[0].int(1).unwrap(), rows[0].opt_text(2).unwrap())
+    }
+
+    /// A claim by a worker that then dies: its lease is over at once.
+    pub async fn claimed_by_one_who_dies(&self) -> Message {
+        let message = self.try_claim().await.expect("a message is due");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        message
+    }
+
+    pub async fn try_claim(&self) -> Option<Message> {
+        let idempotent = self.broker.idempotency();
+        let claim = Claim {
+            lane: LANE.to_owned(),
+            shard: 0,
+            limit: 1,
+            lease: Duration::from_millis(1),
+            owner: "dead:1:1".to_owned(),
+            max_crashes: 5,
+            send_begun: idempotent == Idempotency::None,
+            from: From::Mark(None),
+        };
+        let claimed = self.outbox.store().claim(&claim).await.unwrap();
+        claimed.messages.into_iter().next()
+    }
+
+    /// A worker with quick retries, until it is dropped.
+    pub fn work(&self) -> Working {
+        let (stop, mut stopped) = watch::channel(false);
+        let mut settings = lane_settings();
+        (settings.poll, settings.budgets.max_attempts) = (Duration::from_millis(20), 3);
+        settings.budgets.backoff = Backoff::Table(vec![Duration::from_millis(20)]);
+        settings.send_begun = self.broker.idempotency() == Idempotency::None;
+        let worker = Worker::new(self.outbox.clone()).lane_with(settings, Arc::new(self.orders.courier()));
+        tokio::spawn(worker.run(async move { drop(stopped.wait_for(|stop| *stop).await) }));
+        Working(stop)
+    }
+
+    /// Works until the message of this key has ended or is parked.
+    pub async fn work_until(&self, key: &str, status: &str) {
+        let _working = self.work();
+        wait_until(&format!("{key} is {status}"), async || {
+            let code = self.view(key).await;
+            code.0 == status || code.2.as_deref() == Some(status)
+        })
+        .await;
+    }
+}
+
+pub struct Working(watch::Sender<bool>);
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        let _ = self.0.send(true);
+    }
+}
+
+pub async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let limit = tokio::time::Instant::now() + Duration::from_secs(30);
+    while !holds().await {
+        assert!(tokio::time::Instant::now() < limit, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

@@ -1,0 +1,12 @@
+//! Orders on all three databases: real stores, a broker that does as it is told.
+
+// Tests wait for real servers.
+#![allow(clippy::disallowed_methods)]
+
+mod brokers;
+mod guarding;
+mod harness;
+#[path = "../../../outbox/tests/it/scratch.rs"]
+mod scratch;
+mod taking;
+mod working;

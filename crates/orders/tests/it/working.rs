@@ -1,0 +1,305 @@
+//! From the outbox to the broker and into the ledger: the flow of spec 003, and what is done about doubt.
+
+use std::time::Duration;
+
+use postrider::outcome::Reach;
+use postrider_orders::decide::Reason;
+use postrider_orders::{By, ByHand, Idempotency, Reopened, Settings, Status};
+use serde_json::Value;
+
+use crate::harness::{Act, Ground, Home, on_every_store, wait_until};
+
+const LOOK_UP: Idempotency = Idempotency::LookUp { settling: Duration::from_millis(50) };
+
+on_every_store!(
+    an_order_is_executed_and_its_answer_kept,
+    a_timeout_is_not_forgotten,
+    budgets_end_only_what_was_never_in_doubt,
+    refusals_end_at_once,
+    what_is_ours_costs_no_attempt,
+    an_order_that_cannot_be_read_is_aborted_at_once,
+    the_ledger_is_the_truth,
+    late_confirmation,
+    a_message_without_an_entry_gets_one,
+    a_crash_after_the_claim,
+    a_crash_after_the_broker_executed,
+    the_look_up_waits_anew_after_a_crash,
+    parked_orders_wait_for_a_person,
+    a_refusal_after_doubt_parks,
+    a_failed_order_is_reopened,
+);
+
+fn by() -> By {
+    By { actor: "operator:test".to_owned(), reason: Some("a test".to_owned()) }
+}
+
+async fn response(home: &Home, key: &str) -> Value {
+    serde_json::from_str(&home.entry(key).await.response_payload_json.unwrap()).unwrap()
+}
+
+async fn an_order_is_executed_and_its_answer_kept(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.place("k").await;
+    assert_eq!(home.view("k").await.0, "pending");
+    home.work_until("k", "succeeded").await;
+    let entry = home.entry("k").await;
+    assert_eq!(
+        (entry.status, entry.http_status, entry.broker_ref.as_deref()),
+        (Status::Succeeded, Some(200), Some("ref-1"))
+    );
+    let result = response(&home, "k").await;
+    assert_eq!(
+        (&result["status"], &result["executed_qty"], &result["avg_price"]),
+        (&"ok".into(), &1.into(), &10.into())
+    );
+    assert!(result.get("reason_code").is_none(), "{result}");
+    let events = home.orders.events("k").await.unwrap();
+    assert_eq!(events.len(), 1);
+    assert_eq!((events[0].from_status.as_deref(), events[0].to_status.as_str()), (Some("in_progress"), "succeeded"));
+    assert_eq!(home.count("ledger_events WHERE key_hash = 'k'").await, 0, "events know keys by their hash");
+}
+
+/// The most common doubt: the retry must know of it.
+async fn a_timeout_is_not_forgotten(ground: Ground) {
+    let home = ground.open(LOOK_UP).await;
+    home.broker.next(&[Act::LoseReply]);
+    home.place("k").await;
+    home.work_until("k", "succeeded").await;
+    assert_eq!((home.broker.executions("k"), home.broker.sends()), (1, 1), "asked, not sent again");
+    assert_eq!(response(&home, "k").await["reason_code"], "BROKER_ALREADY_PROCESSED");
+
+    home.broker.next(&[Act::Refuse(Reason::Timeout, Reach::Unknown)]);
+    home.place("never arrived").await;
+    home.work_until("never arrived", "succeeded").await;
+    assert_eq!((home.broker.executions("never arrived"), home.broker.sends()), (1, 3), "asked, then sent again");
+}
+
+async fn budgets_end_only_what_was_never_in_doubt(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    let fail = Act::Refuse(Reason::ServerError, Reach::Answered);
+    home.broker.next(&[fail.clone(), fail.clone(), fail.clone()]);
+    home.place("plain").await;
+    home.work_until("plain", "aborted").await;
+    let entry = home.entry("plain").await;
+    assert_eq!(
+        (entry.status, entry.http_status, entry.reason_code.as_deref()),
+        (Status::Failed, Some(503), Some("BROKER_5XX"))
+    );
+    assert_eq!(home.view("plain").await.1, 3, "max_attempts of the harness");
+
+    let timeout = Act::Refuse(Reason::Timeout, Reach::Unknown);
+    home.broker.next(&[timeout, fail.clone(), fail.clone(), fail.clone(), fail]);
+    home.place("doubtful").await;
+    home.work_until("doubtful", "succeeded").await;
+    assert_eq!(home.view("doubtful").await.1, 5, "more than the budget, and not given up");
+}
+
+async fn refusals_end_at_once(ground: Ground) {
+    let home = ground.open(Idempotency::None).await;
+    for (reason, status) in [(Reason::Rejected, 409), (Reason::BadRequest, 400)] {
+        let key = reason.as_str();
+        home.broker.next(&[Act::Refuse(reason, Reach::Answered)]);
+        home.place(key).await;
+        home.work_until(key, "aborted").await;
+        let entry = home.entry(key).await;
+        assert_eq!(
+            (entry.status, entry.http_status, entry.reason_code.as_deref()),
+            (Status::Failed, Some(status), Some(key))
+        );
+        assert_eq!(response(&home, key).await["status"], "error");
+        assert_eq!(home.view(key).await.1, 1);
+    }
+    assert_eq!(home.count("outbox_alerts WHERE kind = 'failed_orders'").await, 1, "somebody is told, once");
+}
+
+async fn what_is_ours_costs_no_attempt(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.broker.next(&[Act::Refuse(Reason::Unauthorized, Reach::Answered)]);
+    home.place("k").await;
+    home.work_until("k", "BROKER_UNAUTHORIZED").await;
+    assert_eq!(home.view("k").await.1, 0);
+    assert_eq!(home.entry("k").await.status, Status::InProgress);
+    assert_eq!(home.count("outbox_alerts WHERE kind = 'broker_unauthorized'").await, 1);
+}
+
+async fn an_order_that_cannot_be_read_is_aborted_at_once(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    let id = home.place("k").await;
+    let broken = if home.outbox.store().dialect().name() == "postgres" { "'{'::bytea" } else { "'{'" };
+    home.execute(&format!("UPDATE outbox SET payload = {broken}, payload_sha = NULL WHERE id = {id}")).await.unwrap();
+    home.work_until("k", "aborted").await;
+    assert_eq!(home.view("k").await.2.as_deref(), Some("ORDER_UNREADABLE"));
+    let entry = home.entry("k").await;
+    assert_eq!((entry.status, entry.http_status), (Status::Failed, Some(500)));
+    assert_eq!(home.broker.sends(), 0);
+}
+
+/// §6: another order is settled under the key; the message is aborted and the ledger left alone.
+async fn the_ledger_is_the_truth(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    let id = home.place("k").await;
+    home.work_until("k", "succeeded").await;
+    let before = home.entry("k").await;
+    // A message of an older race: another order, the same key.
+    let payload = crate::harness::order("9").payload("k");
+    let value = if home.outbox.store().dialect().name() == "postgres" {
+        format!("'{payload}'::bytea")
+    } else {
+        format!("'{payload}'")
+    };
+    let columns =
+        "lane, shard_id, due_at, lease_token, attempts, crashes, target, content_type, created_at, updated_at";
+    home.execute(&format!(
+        "INSERT INTO outbox ({columns}, payload) SELECT {columns}, {value} FROM outbox_done WHERE id = {id}"
+    ))
+    .await
+    .unwrap();
+    let _working = home.work();
+    let aborted = "outbox_done WHERE last_error_code = 'IDEMPOTENCY_CONFLICT' AND status = 'dead'";
+    wait_until("it is aborted", async || home.count(aborted).await == 1).await;
+    assert_eq!(home.entry("k").await, before);
+    assert_eq!(home.broker.sends(), 1);
+}
+
+/// W-105: the ledger has it, the message has not heard.
+async fn late_confirmation(ground: Ground) {
+    let home = ground.open(Idempotency::None).await;
+    home.place("k").await;
+    let now = home.rows("SELECT first_seen_at FROM idempo_ledger").await[0].0[0].clone();
+    drop(now);
+    home.execute(
+        "UPDATE idempo_ledger SET status = 'succeeded', http_status = 200, response_payload_json = '{\"status\":\"ok\"}',
+                broker_ref = 'r-7', finished_at = first_seen_at, expires_at = last_seen_at",
+    )
+    .await
+    .unwrap();
+    let later = "UPDATE idempo_ledger SET expires_at = ";
+    let far = match home.outbox.store().dialect().name() {
+        "sqlite" => "253402300799000000",
+        _ => "'9999-12-31 23:59:59'",
+    };
+    home.execute(&format!("{later}{far}")).await.unwrap();
+    home.work_until("k", "succeeded").await;
+    assert_eq!(home.broker.sends(), 0, "nothing is sent again");
+    let entry = home.entry("k").await;
+    assert_eq!(
+        (entry.response_payload_json.as_deref(), entry.broker_ref.as_deref()),
+        (Some("{\"status\":\"ok\"}"), Some("r-7"))
+    );
+}
+
+async fn a_message_without_an_entry_gets_one(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.place("k").await;
+    // As the owner of the tables could: no command of ours does.
+    match home.outbox.store().dialect().name() {
+        "sqlite" => home.execute("DROP TRIGGER idempo_ledger_no_delete").await.unwrap(),
+        "postgres" => home.execute("ALTER TABLE idempo_ledger DISABLE TRIGGER ALL").await.unwrap(),
+        _ => home.execute("DROP TRIGGER idempo_ledger_no_delete").await.unwrap(),
+    };
+    home.execute("DELETE FROM idempo_ledger").await.unwrap();
+    home.work_until("k", "succeeded").await;
+    assert_eq!(home.entry("k").await.status, Status::Succeeded);
+}
+
+async fn a_crash_after_the_claim(ground: Ground) {
+    // Nothing was sent. An adapter that can do neither had not said that it begins: so it may be sent.
+    let home = ground.open(Idempotency::None).await;
+    home.place("k").await;
+    home.claimed_by_one_who_dies().await;
+    home.work_until("k", "succeeded").await;
+    assert_eq!(home.broker.executions("k"), 1);
+}
+
+async fn a_crash_after_the_broker_executed(ground: Ground) {
+    let home = ground.open(LOOK_UP).await;
+    home.place("k").await;
+    home.claimed_by_one_who_dies().await;
+    home.broker.executed.lock().unwrap().insert("k".to_owned(), 1);
+    home.work_until("k", "succeeded").await;
+    assert_eq!((home.broker.executions("k"), home.broker.sends()), (1, 0));
+    assert!(*home.broker.look_ups.lock().unwrap() > 0);
+}
+
+async fn the_look_up_waits_anew_after_a_crash(ground: Ground) {
+    let home = ground.open(Idempotency::LookUp { settling: Duration::from_millis(500) }).await;
+    let id = home.place("k").await;
+    home.claimed_by_one_who_dies().await;
+    {
+        let _working = home.work();
+        let waits = format!("outbox WHERE id = {id} AND last_error_code LIKE 'AWAITS_LOOK_UP%'");
+        wait_until("it waits", async || home.count(&waits).await == 1).await;
+    }
+    // Whoever claims it now and dies may have sent it: the wait starts again.
+    let mut claimed = false;
+    wait_until("another has claimed it", async || {
+        claimed |= home.try_claim().await.is_some();
+        claimed
+    })
+    .await;
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    assert_eq!(*home.broker.look_ups.lock().unwrap(), 0);
+    home.broker.executed.lock().unwrap().insert("k".to_owned(), 1);
+    home.work_until("k", "succeeded").await;
+    assert_eq!((home.broker.executions("k"), home.broker.sends()), (1, 0));
+    let token = home.rows(&format!("SELECT lease_token FROM outbox_done WHERE id = {id}")).await[0].int(0).unwrap();
+    assert_eq!(token, 5, "dead, wait, dead, wait, look-up");
+}
+
+async fn parked_orders_wait_for_a_person(ground: Ground) {
+    let home = ground.open_with(Idempotency::None, Settings::default()).await;
+    for (key, executed) in [("gone", true), ("lost", false)] {
+        home.broker.next(&[if executed { Act::LoseReply } else { Act::Refuse(Reason::Timeout, Reach::Unknown) }]);
+        let id = home.place(key).await;
+        let sends = home.broker.sends();
+        home.work_until(key, "NEEDS_RECONCILE").await;
+        assert_eq!(home.broker.sends(), sends + 1, "never a blind resend");
+        assert_eq!(home.entry(key).await.status, Status::InProgress);
+        assert_eq!(home.count(&format!("outbox_alerts WHERE subject = 'order {id}'")).await, 1, "somebody is told");
+
+        // No other hand moves it.
+        assert!(matches!(home.orders.requeue(key, by()).await.unwrap(), Reopened::Refused(_)));
+        assert_eq!(home.outbox.release(vec![id]).await.unwrap(), Vec::<i64>::new());
+        assert!(home.outbox.requeue(vec![id]).await.is_ok_and(|r| r == [postrider::store::Requeued::NotDead]));
+        let reference = executed.then(|| "broker-9".to_owned());
+        let ByHand::Done(entry) = home.orders.settle(key, executed, reference, by()).await.unwrap() else {
+            panic!("it waits for this")
+        };
+        let wanted = if executed { Status::Succeeded } else { Status::Failed };
+        assert_eq!(entry.status, wanted);
+        assert_eq!(home.view(key).await.0, if executed { "succeeded" } else { "aborted" });
+        let events = home.orders.events(key).await.unwrap();
+        assert_eq!((events[0].actor.as_str(), events[0].reason.as_deref()), ("operator:test", Some("a test")));
+        assert!(matches!(home.orders.settle(key, executed, None, by()).await.unwrap(), ByHand::Refused(_)), "once");
+    }
+    // What a person declared failed may be sent again.
+    assert!(matches!(home.orders.requeue("lost", by()).await.unwrap(), Reopened::Reopened { .. }));
+    home.work_until("lost", "succeeded").await;
+    assert_eq!(home.broker.executions("lost"), 1);
+    assert_eq!(home.orders.settle("nobody", true, None, by()).await.unwrap(), ByHand::NotFound);
+}
+
+async fn a_refusal_after_doubt_parks(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.broker.next(&[Act::LoseReply, Act::Refuse(Reason::Rejected, Reach::Answered)]);
+    home.place("k").await;
+    home.work_until("k", "NEEDS_RECONCILE").await;
+    assert_eq!(home.entry("k").await.status, Status::InProgress, "it was executed: calling it failed would be wrong");
+}
+
+/// W-104's second half.
+async fn a_failed_order_is_reopened(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.broker.next(&[Act::Refuse(Reason::Rejected, Reach::Answered)]);
+    let id = home.place("k").await;
+    home.work_until("k", "aborted").await;
+    assert_eq!(home.orders.requeue("nobody", by()).await.unwrap(), Reopened::NotFound);
+    assert_eq!(home.orders.requeue("k", by()).await.unwrap(), Reopened::Reopened { outbox_id: id });
+    let entry = home.entry("k").await;
+    assert_eq!((entry.status, entry.http_status, entry.response_payload_json), (Status::InProgress, None, None));
+    assert_eq!(home.view("k").await.1, 0, "attempts start anew");
+    home.work_until("k", "succeeded").await;
+    assert!(matches!(home.orders.requeue("k", by()).await.unwrap(), Reopened::Refused(_)), "succeeded is final");
+    let moves: Vec<String> = home.orders.events("k").await.unwrap().into_iter().map(|e| e.to_status).collect();
+    assert_eq!(moves, ["failed", "in_progress", "succeeded"]);
+}
