@@ -8,12 +8,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::alerts::{Alert, Alerts};
 use postrider::outcome::Verdict;
-use postrider::tx::{Tx, in_ids};
+use postrider::tx::Tx;
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
 
 use crate::decide::{Event, code, http_status};
 use crate::failpoint::reach;
-use crate::ledger::{self, By, Finish, key_column};
+use crate::ledger::{self, By, Finish};
 use crate::request::Order;
 use crate::result::{Execution, Frame, LatencyMs};
 use crate::{LANE, order_id};
@@ -133,9 +133,8 @@ impl OnSettled for Book {
         }
         let unopened = || postrider::Error::invalid("the orders of this outbox were not opened");
         let rules = self.0.rules.get().ok_or_else(unopened)?;
-        let keys = keys_of(tx, &ended).await?;
         let mut named: Vec<(&Winner, &str)> =
-            ended.iter().filter_map(|winner| Some((*winner, keys.get(&winner.id)?.as_str()))).collect();
+            ended.iter().filter_map(|winner| Some((*winner, winner.active_key.as_deref()?))).collect();
         // In the order of keys, as everywhere.
         named.sort_by_key(|entry| entry.1);
         for (winner, key) in named {
@@ -148,7 +147,7 @@ impl OnSettled for Book {
                 None => ledger::find_one(tx, key, true).await?.map(|entry| entry.request_digest).unwrap_or_default(),
             };
             ledger::adopt(tx, key, &digest).await?;
-            if ledger::finish(tx, key, &digest, &finish, rules.ledger_ttl, &by).await? {
+            if ledger::finish(tx, (key, winner.id), &digest, &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
             reach("settling");
@@ -159,14 +158,4 @@ impl OnSettled for Book {
 
 pub(crate) fn by_worker() -> By {
     By { actor: "worker".to_owned(), reason: None }
-}
-
-/// The keys of messages, by id.
-async fn keys_of(tx: &mut (dyn Tx + Send), winners: &[&Winner]) -> Result<HashMap<i64, String>> {
-    let ids: Vec<i64> = winners.iter().map(|winner| winner.id).collect();
-    let mut params = Vec::new();
-    let list = in_ids(tx.dialect(), &ids, &mut params);
-    let column = key_column(tx.dialect());
-    let sql = format!("SELECT outbox_id, {column} FROM outbox_keys WHERE outbox_id {list} AND lane = '{LANE}'");
-    tx.query(&sql, &params).await?.iter().map(|row| Ok((row.int(0)?, row.text(1)?))).collect()
 }

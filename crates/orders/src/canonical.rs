@@ -89,6 +89,10 @@ impl fmt::Display for Json {
 }
 
 fn write_text(out: &mut String, text: &str, nfc: bool) {
+    if text.bytes().all(|b| b.is_ascii() && !b.is_ascii_control() && b != b'"' && b != b'\\') {
+        out.extend(["\"", text, "\""]); // nothing to change
+        return;
+    }
     let text = if nfc { text.nfc().collect::<String>() } else { text.to_owned() };
     out.push_str(&serde_json::Value::String(text).to_string());
 }
@@ -113,9 +117,11 @@ fn read(raw: &RawValue, depth: usize) -> Result<Json, String> {
             let mut map = BTreeMap::new();
             for (key, value) in entries {
                 // Keys that are the same in the one form would make two requests one.
-                if map.insert(key.nfc().collect::<String>(), read(value, depth)?).is_some() {
-                    return Err(format!("`{key}` stands there twice"));
+                let name = if key.is_ascii() { key } else { key.nfc().collect::<String>() };
+                if map.contains_key(&name) {
+                    return Err(format!("`{name}` stands there twice"));
                 }
+                map.insert(name, read(value, depth)?);
             }
             Json::Map(map)
         }

@@ -55,8 +55,8 @@ impl OrderCourier {
             Ok(order) => order,
             Err(why) => return Prepared::Say(Outcome::Dead(unreadable(&why.to_string()))),
         };
-        let Some(key) = order.idempotency_key.clone() else {
-            return Prepared::Say(Outcome::Dead(unreadable("it has no idempotency_key")));
+        let Some(key) = message.active_key.clone() else {
+            return Prepared::Say(Outcome::Dead(unreadable("it has no key")));
         };
         let (entry, last_code) = match self.standing(&key, message.id).await {
             Ok(standing) => standing,

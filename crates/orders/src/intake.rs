@@ -1,10 +1,11 @@
 //! Taking orders in: ledger entry and outbox message in one transaction, the caller's own if it likes.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use postrider::store::Mode;
 use postrider::tx::Tx;
-use postrider::{Enqueued, Error, NewMessage, Result};
+use postrider::{Error, NewMessage, Result};
 
 use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
@@ -15,25 +16,26 @@ use crate::{LANE, Orders, janitor};
 #[derive(Clone, Debug)]
 pub struct NewOrder {
     pub key: String,
-    pub order: Order,
+    pub order: Arc<Order>,
     pub correlation_id: Option<String>,
     /// The trace it belongs to, as headers.
     pub trace: Vec<(String, String)>,
 }
 
 impl NewOrder {
-    pub fn new(key: impl Into<String>, order: Order) -> Self {
-        NewOrder { key: key.into(), order, correlation_id: None, trace: vec![] }
+    pub fn new(key: impl Into<String>, order: impl Into<Arc<Order>>) -> Self {
+        NewOrder { key: key.into(), order: order.into(), correlation_id: None, trace: vec![] }
     }
 
+    /// Its key is the message's active key: one live message per key, without a row of its own for it.
     fn message(&self) -> NewMessage {
-        let mut message = NewMessage::new(LANE, self.order.payload(&self.key))
+        let mut message = NewMessage::new(LANE, self.order.canonical().to_owned())
             .content_type("application/json")
-            .key(&self.key)
+            .active_key(&self.key)
             .target(&self.order.instrument);
-        message.digest = Some(self.order.sha);
         message.correlation_id = self.correlation_id.clone();
         message.headers = self.trace.clone();
+        message.headers.extend(self.order.trace_id.clone().map(|id| ("trace_id".to_owned(), id)));
         message
     }
 }
@@ -52,7 +54,7 @@ pub enum Placed {
 impl Orders {
     /// Takes an order in, in a transaction of its own. The key makes it safe to ask again after a lost answer.
     pub async fn place(&self, orders: Vec<NewOrder>) -> Result<Vec<Placed>> {
-        let work = std::sync::Arc::new(orders);
+        let work = Arc::new(orders);
         for round in 0.. {
             let (handle, work) = (self.clone(), work.clone());
             let placed = self.transact(Mode::Write, move |tx| {
@@ -150,11 +152,8 @@ impl Orders {
         let new: HashSet<String> = ledger::insert_new(tx, &entries).await?.into_iter().collect();
         let new: Vec<usize> = wanted.iter().copied().filter(|&i| new.contains(&orders[i].key)).collect();
         let messages: Vec<NewMessage> = new.iter().map(|&i| orders[i].message()).collect();
-        let receipt = self.0.outbox.enqueue_in(tx, &messages).await?;
-        for (&i, entry) in new.iter().zip(receipt.entries()) {
-            if entry.outcome != Enqueued::Created {
-                return Err(Error::database(format!("a key without an entry has a message already, {}", entry.id)));
-            }
+        let entries = self.0.outbox.enqueue_new_in(tx, &messages).await?;
+        for (&i, entry) in new.iter().zip(entries) {
             placed[i] = Some(Placed::Accepted { outbox_id: entry.id });
         }
         reach("placing");

@@ -5,8 +5,8 @@ use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, in_ids};
 
-use crate::ledger::{self, Entry, in_keys, key_column, key_hash};
-use crate::{LANE, Orders};
+use crate::Orders;
+use crate::ledger::{self, Entry, in_keys, key_hash};
 
 /// Entries of one transaction.
 const BATCH: usize = 500;
@@ -58,10 +58,7 @@ pub(crate) async fn reap(tx: &mut (dyn Tx + Send), over: &[&Entry]) -> Result<()
         let list = in_keys(dialect, keys, &mut params);
         tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
     }
-    let mut params = Vec::new();
-    let list = in_keys(dialect, &keys, &mut params);
-    let column = key_column(dialect);
-    tx.execute(&format!("DELETE FROM outbox_keys WHERE lane = '{LANE}' AND {column} {list}"), &params).await?;
+    ledger::forget_keys(tx, &keys).await?;
     for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {
         let mut params = Vec::new();
         let list = in_ids(dialect, &ids, &mut params);

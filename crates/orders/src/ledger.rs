@@ -77,6 +77,9 @@ pub fn key_hash(key: &str) -> String {
     hex(&sha256(key.as_bytes()))
 }
 
+/// Rows of one insert on SQLite.
+const SQLITE_ROWS: usize = 8;
+
 const COLUMNS: &str = "l.idempotency_key, l.request_digest, l.status, l.http_status, l.response_payload_json, l.result_digest, l.broker_ref, \
                        l.reason_code, l.first_seen_at, l.last_seen_at, l.finished_at, l.replays, l.expires_at";
 
@@ -108,7 +111,8 @@ pub(crate) async fn find(tx: &mut (dyn Tx + Send), keys: &[&str], locked: bool) 
     let now = tx.now().plus(0, &mut params);
     // PostgreSQL locks no row of an outer join's far side; a subquery has none to lock.
     let outbox_id = format!(
-        "(SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{} = l.idempotency_key)",
+        "COALESCE((SELECT o.id FROM outbox o WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key),
+                  (SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{} = l.idempotency_key))",
         key_column(dialect)
     );
     let list = in_keys(dialect, keys, &mut params);
@@ -169,7 +173,7 @@ pub(crate) struct Finish {
 /// `in_progress` → `succeeded` or `failed`, for good but for requeue. An entry that has ended is left as it is: `false`.
 pub(crate) async fn finish(
     tx: &mut (dyn Tx + Send),
-    key: &str,
+    (key, outbox_id): (&str, i64),
     digest: &str,
     finish: &Finish,
     ttl: Duration,
@@ -197,7 +201,7 @@ pub(crate) async fn finish(
     if tx.execute(&sql, &params).await? == 0 {
         return Ok(false);
     }
-    expire_key(tx, key, ttl).await?;
+    remember_key(tx, key, outbox_id, digest, ttl).await?;
     tell(tx, key, Some(Status::InProgress), to, by).await?;
     Ok(true)
 }
@@ -219,20 +223,35 @@ pub(crate) async fn reopen(tx: &mut (dyn Tx + Send), key: &str, by: &By) -> Resu
     if tx.execute(sql, &[to.as_str().into(), key.into()]).await? != 1 {
         return Err(Error::database("the entry moved under its lock"));
     }
-    expire_key(tx, key, crate::NEVER).await?;
+    forget_keys(tx, &[key]).await?;
     tell(tx, key, Some(Status::Failed), to, by).await
 }
 
-/// The kernel's key goes when the entry does.
-async fn expire_key(tx: &mut (dyn Tx + Send), key: &str, ttl: Duration) -> Result<()> {
-    let mut params = Vec::new();
+/// The message of an order that has ended is found by its key in the kernel's table, as long as the entry lasts.
+async fn remember_key(tx: &mut (dyn Tx + Send), key: &str, outbox_id: i64, digest: &str, ttl: Duration) -> Result<()> {
+    forget_keys(tx, &[key]).await?;
+    let mut params: Vec<Value> = vec![key.into(), outbox_id.into(), unhex(digest).as_slice().into()];
     let expires = tx.now().plus(micros_of(ttl), &mut params);
-    params.push(key.into());
+    let column = key_column(tx.dialect());
     let sql = format!(
-        "UPDATE outbox_keys SET expires_at = {expires} WHERE lane = '{LANE}' AND {} = ?",
-        key_column(tx.dialect())
+        "INSERT INTO outbox_keys (lane, {column}, outbox_id, digest, expires_at) VALUES ('{LANE}', ?, ?, ?, {expires})"
     );
     tx.execute(&sql, &params).await.map(drop)
+}
+
+pub(crate) async fn forget_keys(tx: &mut (dyn Tx + Send), keys: &[&str]) -> Result<()> {
+    let (mut params, column) = (Vec::new(), key_column(tx.dialect()));
+    let list = in_keys(tx.dialect(), keys, &mut params);
+    tx.execute(&format!("DELETE FROM outbox_keys WHERE lane = '{LANE}' AND {column} {list}"), &params).await.map(drop)
+}
+
+/// From hex back to bytes; the column takes 32.
+fn unhex(text: &str) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = std::str::from_utf8(pair).ok().and_then(|pair| u8::from_str_radix(pair, 16).ok()).unwrap_or(0);
+    }
+    bytes
 }
 
 /// Writes entries for keys that have none, in one statement where the database can say which; answers those keys.
@@ -240,17 +259,23 @@ pub(crate) async fn insert_new(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]
     let columns = "idempotency_key, request_digest, status, first_seen_at, last_seen_at";
     match tx.dialect() {
         Dialect::Sqlite => {
-            let mut new = Vec::new();
-            for (key, digest) in orders {
-                let mut params: Vec<Value> = vec![(*key).into(), (*digest).into()];
-                let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
-                params.push((*key).into());
+            // Few rows a statement: there is no round trip to save, and the statement stays prepared.
+            let mut new = Vec::with_capacity(orders.len());
+            for part in orders.chunks(SQLITE_ROWS) {
+                let mut params: Vec<Value> = Vec::with_capacity(4 * SQLITE_ROWS);
+                let mut rows = Vec::with_capacity(part.len());
+                for (key, digest) in part {
+                    params.extend([(*key).into(), (*digest).into()]);
+                    let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+                    rows.push(format!("(?, ?, 'in_progress', {first}, {last})"));
+                }
                 let sql = format!(
-                    "INSERT INTO idempo_ledger ({columns}) SELECT ?, ?, 'in_progress', {first}, {last}
-                     WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger WHERE idempotency_key = ?)"
+                    "INSERT INTO idempo_ledger ({columns}) SELECT * FROM (VALUES {}) AS new
+                     WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger l WHERE l.idempotency_key = new.column1) RETURNING idempotency_key",
+                    rows.join(", ")
                 );
-                if tx.execute(&sql, &params).await? == 1 {
-                    new.push((*key).to_owned());
+                for row in tx.query(&sql, &params).await? {
+                    new.push(row.text(0)?);
                 }
             }
             Ok(new)
@@ -275,14 +300,19 @@ pub(crate) async fn insert_new(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]
                 return Ok(vec![]);
             }
             if written < new.len() as u64 {
-                // Which were there before? Those that have their message already.
+                // Which were there before? Those that have ended, or have their message already.
                 let keys: Vec<&str> = orders.iter().map(|order| order.0).collect();
-                let mut params = Vec::new();
-                let list = in_keys(Dialect::Mysql, &keys, &mut params);
-                let sql =
-                    format!("SELECT `key` FROM outbox_keys WHERE lane = '{LANE}' AND `key` {list} LOCK IN SHARE MODE");
-                let taken = tx.query(&sql, &params).await?;
-                let taken: Vec<String> = taken.iter().map(|row| row.text(0)).collect::<Result<_>>()?;
+                let ended =
+                    "SELECT idempotency_key FROM idempo_ledger WHERE status <> 'in_progress' AND idempotency_key";
+                let live = format!("SELECT active_key FROM outbox WHERE lane = '{LANE}' AND active_key");
+                let mut taken = Vec::new();
+                for sql in [ended, &live] {
+                    let mut params = Vec::new();
+                    let list = in_keys(Dialect::Mysql, &keys, &mut params);
+                    for row in tx.query(&format!("{sql} {list} LOCK IN SHARE MODE"), &params).await? {
+                        taken.push(row.text(0)?);
+                    }
+                }
                 new.retain(|key| !taken.contains(key));
             }
             Ok(new)

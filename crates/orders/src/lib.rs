@@ -43,8 +43,8 @@ pub const LANE: &str = "orders";
 pub const OWNER: &str = "postrider orders";
 /// How long an order is parked that waits for a person: as good as for ever.
 pub(crate) const PARKED_FOR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-/// Until when the kernel remembers the key of an order that has not ended.
-pub(crate) const NEVER: Duration = Duration::from_secs(3650 * 24 * 3600);
+/// Kept until the ledger's entry goes.
+const NEVER: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// The tables of this part: versions 301 to 399.
 pub const MIGRATIONS: [Migration; 1] = [Migration {
@@ -74,8 +74,6 @@ pub fn lane_rules(book: &Book, idempotency: Idempotency) -> LaneRules {
     LaneRules {
         on_settled: Some(Arc::new(book.clone())),
         owned_by: Some(OWNER),
-        // Reaped with the ledger.
-        key_ttl: NEVER,
         retention: NEVER,
         send_begun: courier::says_begun(idempotency),
         ..LaneRules::default()

@@ -27,9 +27,7 @@ struct Prepared<'a> {
     key_ttl_micros: i64,
 }
 
-/// Writes the messages and answers in their order. Nothing is written for one that exists or differs. An error leaves
-/// the transaction to be rolled back by its owner.
-pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewMessage]) -> Result<Vec<Entry>> {
+fn prepare<'a>(lanes: &Lanes, messages: &'a [NewMessage]) -> Result<Vec<Prepared<'a>>> {
     let mut prepared = Vec::with_capacity(messages.len());
     for message in messages {
         let rules = lanes.get(&message.lane)?;
@@ -41,6 +39,30 @@ pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewM
             key_ttl_micros: micros_of(rules.key_ttl),
         });
     }
+    Ok(prepared)
+}
+
+/// Writes messages of which the caller knows that they are new: it holds a row of its own for each of their active keys.
+/// Should one be taken all the same, the unique index refuses the lot.
+pub(crate) async fn enqueue_new<T: Tx + ?Sized>(
+    tx: &mut T,
+    lanes: &Lanes,
+    messages: &[NewMessage],
+) -> Result<Vec<Entry>> {
+    if messages.iter().any(|message| message.key.is_some()) {
+        return Err(Error::invalid("a message with an idempotency key may be there already; enqueue it as such"));
+    }
+    let prepared = prepare(lanes, messages)?;
+    let mut answers: Vec<Option<Entry>> = vec![None; messages.len()];
+    let all: Vec<usize> = (0..messages.len()).collect();
+    insert_in_chunks(tx, &prepared, &all, &[], &mut answers).await?;
+    answers.into_iter().map(|a| a.ok_or_else(|| Error::database("a message was left without an answer"))).collect()
+}
+
+/// Writes the messages and answers in their order. Nothing is written for one that exists or differs. An error leaves
+/// the transaction to be rolled back by its owner.
+pub async fn enqueue<T: Tx + ?Sized>(tx: &mut T, lanes: &Lanes, messages: &[NewMessage]) -> Result<Vec<Entry>> {
+    let prepared = prepare(lanes, messages)?;
     let mut answers: Vec<Option<Entry>> = vec![None; messages.len()];
 
     let plain: Vec<usize> =

@@ -131,6 +131,13 @@ impl Outbox {
         Ok(Receipt { entries, outbox: self.clone() })
     }
 
+    /// For a peer that keeps a row of its own for each active key, and has just made it: as [`Outbox::enqueue_in`], but an
+    /// active key that is taken all the same is an error.
+    pub async fn enqueue_new_in<T: Tx + ?Sized>(&self, tx: &mut T, messages: &[NewMessage]) -> Result<Vec<Entry>> {
+        self.permit(messages)?;
+        enqueue::enqueue_new(tx, self.lanes(), messages).await
+    }
+
     /// Enqueues inside a transaction of rusqlite, without a runtime.
     #[cfg(feature = "sqlite")]
     pub fn enqueue_in_sqlite(&self, connection: &rusqlite::Connection, messages: &[NewMessage]) -> Result<Receipt> {

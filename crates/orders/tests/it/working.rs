@@ -141,14 +141,13 @@ async fn the_ledger_is_the_truth(ground: Ground) {
     home.work_until("k", "succeeded").await;
     let before = home.entry("k").await;
     // A message of an older race: another order, the same key.
-    let payload = crate::harness::order("9").payload("k");
+    let payload = crate::harness::order("9").canonical().to_owned();
     let value = if home.outbox.store().dialect().name() == "postgres" {
         format!("'{payload}'::bytea")
     } else {
         format!("'{payload}'")
     };
-    let columns =
-        "lane, shard_id, due_at, lease_token, attempts, crashes, target, content_type, created_at, updated_at";
+    let columns = "lane, shard_id, due_at, lease_token, attempts, crashes, target, active_key, content_type, created_at, updated_at";
     home.execute(&format!(
         "INSERT INTO outbox ({columns}, payload) SELECT {columns}, {value} FROM outbox_done WHERE id = {id}"
     ))

@@ -9,13 +9,13 @@ SELECT id, status, attempts, due_at, NULL, NULL, CASE WHEN status = 'sent' THEN 
   FROM outbox_done WHERE lane = 'memory';
 -- Outbox Worker Protocol, §1.
 CREATE VIEW outbox_orders AS
-SELECT o.id, k.key AS idempotency_key, postrider_json(o.payload) AS order_request_json, encode(coalesce(k.digest, o.payload_sha), 'hex') AS request_digest,
+SELECT o.id, coalesce(k.key, o.active_key) AS idempotency_key, postrider_json(o.payload) AS order_request_json, encode(coalesce(k.digest, o.payload_sha), 'hex') AS request_digest,
        CASE WHEN o.locked_by IS NOT NULL THEN 'sending' WHEN o.attempts > 0 AND o.due_at > clock_timestamp() THEN 'failed' ELSE 'pending' END AS status,
        o.attempts, o.last_error_code, o.last_error AS last_error_msg, o.locked_by, o.locked_at, o.due_at AS next_run_at,
        o.created_at, o.updated_at, k.expires_at
   FROM outbox o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders'
 UNION ALL
-SELECT o.id, k.key, postrider_json(o.payload), encode(coalesce(k.digest, o.payload_sha), 'hex'),
+SELECT o.id, coalesce(k.key, o.active_key), postrider_json(o.payload), encode(coalesce(k.digest, o.payload_sha), 'hex'),
        CASE o.status WHEN 'sent' THEN 'succeeded' ELSE 'aborted' END,
        o.attempts, o.last_error_code, o.last_error, NULL, NULL, o.due_at, o.created_at, o.finished_at, k.expires_at
   FROM outbox_done o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders';

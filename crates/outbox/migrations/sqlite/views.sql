@@ -21,7 +21,7 @@ SELECT id, status, attempts, strftime('%Y-%m-%d %H:%M:%f', due_at / 1000000.0, '
   FROM outbox_done WHERE lane = 'memory';
 -- Outbox Worker Protocol, §1.
 CREATE VIEW outbox_orders AS
-SELECT o.id, k.key AS idempotency_key, CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CASE WHEN (WITH RECURSIVE sequence(at, next) AS (SELECT 1, hex(substr(o.payload, 1, 4)) UNION ALL
+SELECT o.id, coalesce(k.key, o.active_key) AS idempotency_key, CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CASE WHEN (WITH RECURSIVE sequence(at, next) AS (SELECT 1, hex(substr(o.payload, 1, 4)) UNION ALL
        SELECT at + 1 + (next GLOB '[C-F]*') + (next GLOB '[EF]*') + (next GLOB 'F*'), hex(substr(o.payload, at + 1 + (next GLOB '[C-F]*') + (next GLOB '[EF]*') + (next GLOB 'F*'), 4)) FROM sequence
         WHERE next GLOB '0[1-9A-F]*' OR next GLOB '[1-7]*' OR next GLOB 'C[2-9A-F][89AB]*' OR next GLOB 'D?[89AB]*' OR next GLOB 'E0[AB]?[89AB]*' OR next GLOB 'E[1-9ABCEF][89AB]?[89AB]*'
            OR next GLOB 'ED[89]?[89AB]*' OR next GLOB 'F0[9AB]?[89AB]?[89AB]*' OR next GLOB 'F[123][89AB]?[89AB]?[89AB]*' OR next GLOB 'F48?[89AB]?[89AB]*')
@@ -33,7 +33,7 @@ SELECT o.id, k.key AS idempotency_key, CASE WHEN json_valid(CAST(o.payload AS TE
        strftime('%Y-%m-%d %H:%M:%f', o.due_at / 1000000.0, 'unixepoch') AS next_run_at, strftime('%Y-%m-%d %H:%M:%f', o.created_at / 1000000.0, 'unixepoch') AS created_at, strftime('%Y-%m-%d %H:%M:%f', o.updated_at / 1000000.0, 'unixepoch') AS updated_at, strftime('%Y-%m-%d %H:%M:%f', k.expires_at / 1000000.0, 'unixepoch') AS expires_at
   FROM outbox o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders'
 UNION ALL
-SELECT o.id, k.key, CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CASE WHEN (WITH RECURSIVE sequence(at, next) AS (SELECT 1, hex(substr(o.payload, 1, 4)) UNION ALL
+SELECT o.id, coalesce(k.key, o.active_key), CASE WHEN json_valid(CAST(o.payload AS TEXT)) THEN CASE WHEN (WITH RECURSIVE sequence(at, next) AS (SELECT 1, hex(substr(o.payload, 1, 4)) UNION ALL
        SELECT at + 1 + (next GLOB '[C-F]*') + (next GLOB '[EF]*') + (next GLOB 'F*'), hex(substr(o.payload, at + 1 + (next GLOB '[C-F]*') + (next GLOB '[EF]*') + (next GLOB 'F*'), 4)) FROM sequence
         WHERE next GLOB '0[1-9A-F]*' OR next GLOB '[1-7]*' OR next GLOB 'C[2-9A-F][89AB]*' OR next GLOB 'D?[89AB]*' OR next GLOB 'E0[AB]?[89AB]*' OR next GLOB 'E[1-9ABCEF][89AB]?[89AB]*'
            OR next GLOB 'ED[89]?[89AB]*' OR next GLOB 'F0[9AB]?[89AB]?[89AB]*' OR next GLOB 'F[123][89AB]?[89AB]?[89AB]*' OR next GLOB 'F48?[89AB]?[89AB]*')

@@ -180,7 +180,7 @@ pub async fn place(
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, Wrong> {
     let key = key_of(&headers)?;
-    let order = read(&body?, &key)?;
+    let order = Arc::new(read(&body?, &key)?);
     let mut new = NewOrder::new(&key, order.clone());
     new.correlation_id = header(&headers, "X-Correlation-ID")?.map(str::to_owned);
     for name in ["traceparent", "tracestate"] {
