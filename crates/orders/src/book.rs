@@ -141,13 +141,9 @@ impl OnSettled for Book {
             let order = Order::parse(&winner.payload).ok();
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
             let by = self.of(winner.id).map_or_else(by_worker, |tried| tried.by);
-            let digest = match &order {
-                Some(order) => order.digest.clone(),
-                // It cannot be read: the entry knows what it was.
-                None => ledger::find_one(tx, key, true).await?.map(|entry| entry.request_digest).unwrap_or_default(),
-            };
-            ledger::adopt(tx, key, &digest).await?;
-            if ledger::finish(tx, (key, winner.id), &digest, &finish, rules.ledger_ttl, &by).await? {
+            let digest = order.as_ref().map_or("", |order| order.digest.as_str());
+            ledger::adopt(tx, key, digest).await?;
+            if ledger::finish(tx, (key, winner.id), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
             reach("settling");

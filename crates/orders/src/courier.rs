@@ -52,11 +52,12 @@ impl OrderCourier {
     async fn prepare(&self, message: &Message) -> Prepared {
         reach("claimed");
         let order = match Order::parse(&message.payload) {
-            Ok(order) => order,
-            Err(why) => return Prepared::Say(Outcome::Dead(unreadable(&why.to_string()))),
+            Ok(order) if message.payload_is_intact() => order,
+            Ok(_) => return Prepared::Say(self.give_up(message, unreadable("it does not match its digest")).await),
+            Err(why) => return Prepared::Say(self.give_up(message, unreadable(&why.to_string())).await),
         };
         let Some(key) = message.active_key.clone() else {
-            return Prepared::Say(Outcome::Dead(unreadable("it has no key")));
+            return Prepared::Say(self.give_up(message, unreadable("it has no key")).await);
         };
         let (entry, last_code) = match self.standing(&key, message.id).await {
             Ok(standing) => standing,
@@ -65,8 +66,11 @@ impl OrderCourier {
                 return Prepared::Say(store_unavailable());
             }
         };
-        if let Some(outcome) = entry.as_ref().and_then(|entry| confirmed(entry, &order)) {
-            return Prepared::Say(outcome);
+        match entry.as_ref().map_or(Known::Nothing, |entry| known(entry, &order)) {
+            Known::Nothing => {}
+            Known::Ended(outcome) => return Prepared::Say(outcome),
+            Known::Other => return Prepared::Say(self.give_up(message, conflict()).await),
+            Known::Damaged => return Prepared::Say(self.park(message).await),
         }
         let claimed = Claimed {
             maybe_sent: message.maybe_sent,
@@ -88,7 +92,10 @@ impl OrderCourier {
             }
             Way::LookUp => match self.look_up(message, &key).await {
                 Some(outcome) => Prepared::Say(outcome),
-                None => send(false, true),
+                None => {
+                    reach("looked_up");
+                    send(false, true)
+                }
             },
         }
     }
@@ -120,13 +127,20 @@ impl OrderCourier {
             }
             Ok(Found::Rejected(why)) => {
                 self.keep(message, began_at, Tick::now().since(began), None, None);
-                Some(Outcome::Dead(Fault::new(Reason::Rejected.as_str(), why, Reach::Answered)))
+                let mut fault = Fault::new(Reason::Rejected.as_str(), why, Reach::Answered);
+                fault.resolves = true;
+                Some(Outcome::Dead(fault))
             }
             Err(Refusal { reason, message, retry_after, .. }) => {
                 let fault = Fault::new(reason.as_str(), format!("looking it up: {message}"), Reach::NeverSent);
                 Some(Outcome::Retry { fault, retry_after })
             }
         }
+    }
+
+    /// Ends what cannot be sent; but what may have been is for a person to judge.
+    async fn give_up(&self, message: &Message, fault: Fault) -> Outcome {
+        if message.maybe_sent { self.park(message).await } else { Outcome::Dead(fault) }
     }
 
     /// It stays where it is until a person has looked.
@@ -220,15 +234,24 @@ impl Courier for OrderCourier {
 
     async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
         let prepared = self.prepare(message).await;
-        if matches!(prepared, Prepared::Send { .. }) {
+        let sends = matches!(prepared, Prepared::Send { .. });
+        if sends {
             match begin.commit().await {
                 Ok(true) => {}
                 Ok(false) => return Outcome::Defer { delay: Duration::ZERO, code: "LEASE_LOST".into() },
-                Err(_) => return store_unavailable(),
+                Err(_) => {
+                    take_back(message, begin).await;
+                    return store_unavailable();
+                }
             }
             reach("begun");
         }
-        self.send(message, prepared).await
+        let outcome = self.send(message, prepared).await;
+        // Refused for a reason of ours: nothing went out, and it waits.
+        if sends && matches!(&outcome, Outcome::Defer { code, .. } if *code != code::NEEDS_RECONCILE) {
+            take_back(message, begin).await;
+        }
+        outcome
     }
 
     fn settled(&self, id: i64) {
@@ -241,20 +264,41 @@ impl Courier for OrderCourier {
     }
 }
 
-/// What the ledger says already, if anything.
-fn confirmed(entry: &Entry, order: &Order) -> Option<Outcome> {
-    if entry.request_digest != order.digest {
-        let why = "the ledger has another order under this key; it stands";
-        return Some(Outcome::Dead(Fault::new(code::CONFLICT, why, Reach::NeverSent)));
-    }
+/// What the ledger says already.
+enum Known {
+    Nothing,
+    /// The order ended, and its message has not heard of it.
+    Ended(Outcome),
+    /// Another order was settled under the key.
+    Other,
+    /// Entry and message were written together and differ: one of them is damaged.
+    Damaged,
+}
+
+fn known(entry: &Entry, order: &Order) -> Known {
+    let same = entry.request_digest == order.digest;
     match entry.status {
-        Status::InProgress => None,
-        // The order ended, and its message has not heard of it.
-        Status::Succeeded => Some(Outcome::Sent { result_ref: entry.broker_ref.clone() }),
+        Status::InProgress if same => Known::Nothing,
+        Status::InProgress => Known::Damaged,
+        _ if !same => Known::Other,
+        Status::Succeeded => Known::Ended(Outcome::Sent { result_ref: entry.broker_ref.clone() }),
         Status::Failed => {
             let reason = entry.reason_code.clone().unwrap_or_else(|| "INTERNAL_ERROR".to_owned());
-            Some(Outcome::Dead(Fault::new(reason, "the ledger says that it failed", Reach::NeverSent)))
+            Known::Ended(Outcome::Dead(Fault::new(reason, "the ledger says that it failed", Reach::NeverSent)))
         }
+    }
+}
+
+fn conflict() -> Fault {
+    Fault::new(code::CONFLICT, "the ledger has another order under this key; it stands", Reach::NeverSent)
+}
+
+/// The record that a send began, where none did.
+async fn take_back(message: &Message, begin: &Begin) {
+    if !message.maybe_sent
+        && let Err(error) = begin.take_back().await
+    {
+        tracing::warn!(%error, outbox_id = message.id, "an order that was not sent will look as if it may have been");
     }
 }
 
@@ -285,7 +329,7 @@ fn unauthorized() -> Alert {
     }
 }
 
-/// Only adapters that can do neither need to say that they begin.
+/// Where sending twice does harm, the lease is checked once more right before the first byte, and the send recorded.
 pub(crate) fn says_begun(idempotency: Idempotency) -> bool {
-    idempotency == Idempotency::None
+    idempotency != Idempotency::Key
 }

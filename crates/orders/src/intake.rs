@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use postrider::error::Kind;
 use postrider::store::Mode;
 use postrider::tx::Tx;
 use postrider::{Error, NewMessage, Result};
@@ -119,14 +120,16 @@ impl Orders {
             if !standing.contains_key(&order.key) {
                 // A second one of this very batch: the first has just been taken in.
                 let entry = ledger::find_one(tx, &order.key, true).await?;
-                let entry = entry.ok_or_else(|| Error::database("an entry is gone under its lock"))?;
+                // Or it was reaped just now: what waits for it starts again.
+                let gone = || Error::new(Kind::Busy, "an order under this key was reaped meanwhile; try again");
+                let entry = entry.ok_or_else(gone)?;
                 standing.insert(order.key.clone(), entry);
             }
             let Some(entry) = standing.get_mut(&order.key) else { continue };
             placed[i] = Some(if entry.request_digest == order.order.digest {
                 entry.replays += 1;
                 note_replay(tx, &order.key).await?;
-                Placed::Replayed(Box::new(entry.clone()))
+                Placed::Replayed(Box::new(entry.clone().intact()?))
             } else {
                 Placed::Conflict
             });

@@ -41,7 +41,9 @@ async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let entries = ledger::find(tx, &keys, true).await?;
     let over: Vec<&Entry> = entries.iter().filter(|entry| entry.expired).collect();
-    reap(tx, &over).await?;
+    if !over.is_empty() {
+        reap(tx, &over).await?;
+    }
     Ok(over.len())
 }
 
@@ -53,7 +55,13 @@ pub(crate) async fn reap(tx: &mut (dyn Tx + Send), over: &[&Entry]) -> Result<()
     let hashes: Vec<&str> = hashes.iter().map(String::as_str).collect();
     let ids: Vec<i64> = over.iter().filter_map(|entry| entry.outbox_id).collect();
     permit(tx, "prune").await?;
-    for (what, keys) in [("idempo_ledger WHERE idempotency_key", &keys), ("ledger_events WHERE key_hash", &hashes)] {
+    // The paper broker forgets with us: a key used again is a new order to it.
+    let by_key = [
+        ("idempo_ledger WHERE idempotency_key", &keys),
+        ("paper_executions WHERE idempotency_key", &keys),
+        ("ledger_events WHERE key_hash", &hashes),
+    ];
+    for (what, keys) in by_key {
         let mut params = Vec::new();
         let list = in_keys(dialect, keys, &mut params);
         tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;

@@ -30,8 +30,23 @@ pub struct Entry {
     pub expires_at: Option<Timestamp>,
     /// Its message in the outbox.
     pub outbox_id: Option<i64>,
+    /// Its message has not ended.
+    #[serde(skip)]
+    pub(crate) live: bool,
     #[serde(skip)]
     pub(crate) expired: bool,
+}
+
+impl Entry {
+    /// Refuses to tell an answer that is not what was stored.
+    pub(crate) fn intact(self) -> Result<Entry> {
+        match (&self.response_payload_json, &self.result_digest) {
+            (Some(stored), Some(digest)) if hex(&sha256(stored.as_bytes())) != *digest => Err(Error::database(
+                format!("the stored answer of the order with message {:?} does not match its digest", self.outbox_id),
+            )),
+            _ => Ok(self),
+        }
+    }
 }
 
 fn status<S: serde::Serializer>(status: &Status, serializer: S) -> Result<S::Ok, S::Error> {
@@ -99,8 +114,11 @@ fn entry(row: &Row) -> Result<Entry> {
         finished_at: row.opt_time(10)?,
         replays: row.int(11)?,
         expires_at: row.opt_time(12)?,
-        expired: row.opt_time(12)?.map_or(Ok(false), |at| row.time(13).map(|now| at <= now))?,
-        outbox_id: row.opt_int(14)?,
+        // What is live has not heard of its end yet: it is not over.
+        expired: row.opt_int(14)?.is_none()
+            && row.opt_time(12)?.map_or(Ok(false), |at| row.time(13).map(|now| at <= now))?,
+        live: row.opt_int(14)?.is_some(),
+        outbox_id: row.opt_int(14)?.or(row.opt_int(15)?),
     })
 }
 
@@ -110,10 +128,12 @@ pub(crate) async fn find(tx: &mut (dyn Tx + Send), keys: &[&str], locked: bool) 
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
     // PostgreSQL locks no row of an outer join's far side; a subquery has none to lock.
+    // In MySQL they lock too: under a caller's REPEATABLE READ a plain one would look into the past.
+    let share = if locked && dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
+    let column = key_column(dialect);
     let outbox_id = format!(
-        "COALESCE((SELECT o.id FROM outbox o WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key),
-                  (SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{} = l.idempotency_key))",
-        key_column(dialect)
+        "(SELECT o.id FROM outbox o WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key{share}),
+         (SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{column} = l.idempotency_key{share})"
     );
     let list = in_keys(dialect, keys, &mut params);
     let lock = if locked { for_update(dialect) } else { "" };
@@ -174,7 +194,6 @@ pub(crate) struct Finish {
 pub(crate) async fn finish(
     tx: &mut (dyn Tx + Send),
     (key, outbox_id): (&str, i64),
-    digest: &str,
     finish: &Finish,
     ttl: Duration,
     by: &By,
@@ -192,16 +211,17 @@ pub(crate) async fn finish(
     ];
     let now = tx.now().plus(0, &mut params);
     let expires = tx.now().plus(micros_of(ttl), &mut params);
-    params.extend([key.into(), digest.into()]);
+    params.push(key.into());
     let sql = format!(
         "UPDATE idempo_ledger SET status = ?, http_status = {int}, response_payload_json = ?, result_digest = ?, broker_ref = {text},
                 reason_code = {text}, finished_at = {now}, expires_at = {expires}
-         WHERE idempotency_key = ? AND request_digest = ? AND status = 'in_progress'"
+         WHERE idempotency_key = ? AND status = 'in_progress'"
     );
-    if tx.execute(&sql, &params).await? == 0 {
+    let ended = tx.execute(&sql, &params).await? == 1;
+    remember_key(tx, key, outbox_id, ttl).await?;
+    if !ended {
         return Ok(false);
     }
-    remember_key(tx, key, outbox_id, digest, ttl).await?;
     tell(tx, key, Some(Status::InProgress), to, by).await?;
     Ok(true)
 }
@@ -228,9 +248,12 @@ pub(crate) async fn reopen(tx: &mut (dyn Tx + Send), key: &str, by: &By) -> Resu
 }
 
 /// The message of an order that has ended is found by its key in the kernel's table, as long as the entry lasts.
-async fn remember_key(tx: &mut (dyn Tx + Send), key: &str, outbox_id: i64, digest: &str, ttl: Duration) -> Result<()> {
+async fn remember_key(tx: &mut (dyn Tx + Send), key: &str, outbox_id: i64, ttl: Duration) -> Result<()> {
     forget_keys(tx, &[key]).await?;
-    let mut params: Vec<Value> = vec![key.into(), outbox_id.into(), unhex(digest).as_slice().into()];
+    let sql = "SELECT request_digest FROM idempo_ledger WHERE idempotency_key = ?";
+    let rows = tx.query(sql, &[key.into()]).await?;
+    let digest = rows.first().map(|row| row.text(0)).transpose()?.unwrap_or_default();
+    let mut params: Vec<Value> = vec![key.into(), outbox_id.into(), unhex(&digest).as_slice().into()];
     let expires = tx.now().plus(micros_of(ttl), &mut params);
     let column = key_column(tx.dialect());
     let sql = format!(

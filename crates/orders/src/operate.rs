@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postrider::outcome::{Certainty, Settled, Settlement, Verdict};
 use postrider::store::{Mode, Requeued};
-use postrider::{Error, Result, clock};
+use postrider::{Error, OPERATOR, Result, clock};
 
 use crate::Orders;
 use crate::book::Tried;
@@ -39,7 +39,7 @@ impl Orders {
             let key = key.clone();
             Box::pin(async move { ledger::find_one(tx, &key, false).await })
         });
-        Ok(found.await?.filter(|entry| !entry.expired))
+        found.await?.filter(|entry| !entry.expired).map(Entry::intact).transpose()
     }
 
     pub async fn events(&self, key: &str) -> Result<Vec<LedgerEvent>> {
@@ -88,14 +88,11 @@ impl Orders {
         }
         let shown = self.0.outbox.show(id).await?.map(|found| found.0);
         let Some(shown) = shown else { return Ok(ByHand::Refused("its message is gone".to_owned())) };
-        if shown.locked_by.is_some() {
+        let owner = format!("{OPERATOR}{}", clock::incarnation(None));
+        let leases = self.0.outbox.seize_idle(&owner, vec![id], Duration::from_secs(60)).await?;
+        let Some((lane, lease)) = leases.into_iter().next() else {
             let what = "a worker holds it now and may be sending it; wait until it is done or given up".to_owned();
             return Ok(ByHand::Refused(what));
-        }
-        let owner = format!("operator:{}", clock::incarnation(None));
-        let leases = self.0.outbox.seize(&owner, vec![id], Duration::from_secs(60)).await?;
-        let Some((lane, lease)) = leases.into_iter().next() else {
-            return Ok(ByHand::Refused("its message is gone".to_owned()));
         };
         let reason = shown.last_error_code.filter(|code| code.starts_with("BROKER_"));
         let reason = reason.unwrap_or_else(|| code::SETTLED_BY_HAND.to_owned());

@@ -101,6 +101,7 @@ impl Order {
             let message = "must be a JSON object".to_owned();
             return Err(Invalid::Fields(vec![FieldError { field: "order".to_owned(), message }]));
         };
+        let unknown = unknown(&fields);
         // `"price": null` says no more than no price.
         let fields: BTreeMap<String, Json> = fields.into_iter().filter(|(_, value)| *value != Json::Null).collect();
         let mut reader = Reader { fields: &fields, errors: Vec::new() };
@@ -115,8 +116,8 @@ impl Order {
         let trace_id = reader.text("trace_id", LONGEST);
         let idempotency_key = reader.text("idempotency_key", LONGEST);
         let requested_at = reader.time("requested_at");
-        reader.unknown();
-        let errors = reader.errors;
+        let mut errors = reader.errors;
+        errors.extend(unknown);
         let (Some(instrument), Some(side), Some(qty), Some(time_in_force), true) =
             (instrument, side, qty, time_in_force, errors.is_empty())
         else {
@@ -235,14 +236,12 @@ impl Reader<'_> {
             Err(_) => self.wrong(field, "must be a time like 2026-01-31T09:30:00Z"),
         }
     }
+}
 
-    fn unknown(&mut self) {
-        let unknown: Vec<String> =
-            self.fields.keys().filter(|name| !FIELDS.contains(&name.as_str())).cloned().collect();
-        for name in unknown {
-            self.wrong::<()>(&name, format!("is no field of an order; there are {}", FIELDS.join(", ")));
-        }
-    }
+fn unknown(fields: &BTreeMap<String, Json>) -> Vec<FieldError> {
+    let message = || format!("is no field of an order; there are {}", FIELDS.join(", "));
+    let unknown = fields.keys().filter(|name| !FIELDS.contains(&name.as_str()));
+    unknown.map(|name| FieldError { field: name.clone(), message: message() }).collect()
 }
 
 #[cfg(test)]
@@ -297,6 +296,7 @@ mod tests {
             (ORDER.replace(":10", ":-10"), "price"),
             (ORDER.replace("IOC", "DAY"), "time_in_force"),
             (ORDER.replace("}", r#","quantity":1}"#), "quantity"),
+            (ORDER.replace("}", r#","limit_price":null}"#), "limit_price"),
             (ORDER.replace("}", r#","tags":"a"}"#), "tags"),
             (ORDER.replace("}", r#","requested_at":"yesterday"}"#), "requested_at"),
             (ORDER.replace("}", r#","idempotency_key":""}"#), "idempotency_key"),

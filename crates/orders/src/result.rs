@@ -46,18 +46,25 @@ pub struct Execution {
 }
 
 impl Execution {
-    pub fn executed_qty(&self) -> Decimal {
-        self.fills.iter().map(|fill| fill.qty.0).sum()
+    /// Refuses what could not be added up.
+    pub fn check(&self) -> Result<(), String> {
+        let sum = self.fills.iter().try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.qty.0));
+        sum.map(drop).ok_or_else(|| "its fills add up to more than can be kept".to_owned())
     }
 
-    /// Rounded to twelve places where it does not come out even.
+    pub fn executed_qty(&self) -> Decimal {
+        let add = |sum: Decimal, fill: &Fill| sum.checked_add(fill.qty.0).unwrap_or(sum);
+        self.fills.iter().fold(Decimal::ZERO, add)
+    }
+
+    /// With as many digits as can be kept where it does not come out even.
     pub fn average_price(&self) -> Option<Decimal> {
         let qty = self.executed_qty();
         let paid = self
             .fills
             .iter()
             .try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.px.0.checked_mul(fill.qty.0)?))?;
-        paid.checked_div(qty).map(|price| price.round_dp(12))
+        paid.checked_div(qty).map(|price| price.normalize())
     }
 }
 

@@ -60,12 +60,11 @@ pub(crate) async fn renew(
     Ok(leases.iter().map(|l| held.contains(l)).collect())
 }
 
-/// Notes that the first byte is about to go out, on leases that still run.
-pub(crate) async fn begin(tx: &mut (dyn Tx + Send), owner: &str, lease: Lease) -> Result<bool> {
+/// Notes that the first byte is about to go out, on leases that still run; or that it did not after all.
+pub(crate) async fn begin(tx: &mut (dyn Tx + Send), owner: &str, lease: Lease, begun: bool) -> Result<bool> {
     let held = lock_held(tx, &[lease], |hold, token, now| hold.renewable(token, owner, now)).await?;
     if !held.is_empty() {
-        let truth = if tx.dialect() == Dialect::Postgres { "TRUE" } else { "1" };
-        tx.execute(&format!("UPDATE outbox SET maybe_sent = {truth} WHERE id = ?"), &[lease.id.into()]).await?;
+        tx.execute("UPDATE outbox SET maybe_sent = ? WHERE id = ?", &[begun.into(), lease.id.into()]).await?;
     }
     Ok(!held.is_empty())
 }
@@ -132,7 +131,7 @@ pub(crate) async fn seize(
     owner: &str,
     ids: &[i64],
     lease: Duration,
-    wanted: &(dyn Fn(&str, bool) -> bool + Send + Sync),
+    wanted: &(dyn Fn(&str, Option<&str>) -> bool + Send + Sync),
 ) -> Result<Vec<(String, Lease)>> {
     let mut ids = ids.to_vec();
     ids.sort_unstable();
@@ -148,7 +147,7 @@ pub(crate) async fn seize(
     let mut leases = Vec::with_capacity(rows.len());
     for row in rows {
         let lane = row.text(2)?;
-        if wanted(&lane, row.opt_text(3)?.is_some()) {
+        if wanted(&lane, row.opt_text(3)?.as_deref()) {
             leases.push((lane, Lease { id: row.int(0)?, token: row.int(1)? + 1 }));
         }
     }

@@ -66,6 +66,14 @@ impl Begin {
         answer
     }
 
+    /// Nothing was sent after all, and nothing before this delivery either: takes the record back. To be called before the
+    /// message is deferred; an outcome that says so does it by itself.
+    pub async fn take_back(&self) -> Result<bool> {
+        let (outbox, owner, lease) = (self.outbox.clone(), self.owner.clone(), self.lease);
+        let commit = tokio::spawn(async move { outbox.take_back_begin(&owner, lease).await });
+        commit.await.unwrap_or_else(|e| Err(Error::database(e.to_string()).unknown()))
+    }
+
     pub(crate) fn was_committed(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
     }

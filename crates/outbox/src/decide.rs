@@ -89,7 +89,8 @@ pub fn after_delivery(outcome: Outcome, before: Before, budgets: &Budgets, chanc
     })
 }
 
-/// Why a freshly claimed message must not be delivered at all, if so.
+/// Why a freshly claimed message must not be delivered at all, if so. What may have been sent on a lane that keeps such
+/// messages is left to its courier.
 pub fn burial(message: &Message, budgets: &Budgets, now: Timestamp) -> Option<Verdict> {
     let kept = budgets.keep_unresolved && message.maybe_sent;
     let (code, error) = if message.crashes >= budgets.max_crashes && !kept {
@@ -97,7 +98,7 @@ pub fn burial(message: &Message, budgets: &Budgets, now: Timestamp) -> Option<Ve
         (code::POISON, format!("{crashes} workers died while holding it; requeue it once its cause is mended"))
     } else if !message.maybe_sent && message.deliver_before.is_some_and(|limit| limit < now) {
         (code::EXPIRED, "deliver_before passed before it could be delivered".to_owned())
-    } else if !message.payload_is_intact() {
+    } else if !message.payload_is_intact() && !kept {
         (code::PAYLOAD_CORRUPT, "the stored payload does not match its digest; nothing was sent".to_owned())
     } else {
         return None;
@@ -223,6 +224,46 @@ mod tests {
         assert!(ends(&budgets, true, Reach::Answered, true), "the doubt is over");
         let others = Budgets { keep_unresolved: false, ..budgets };
         assert!(ends(&others, true, Reach::Unknown, false));
+    }
+
+    #[test]
+    fn what_may_have_been_sent_is_not_buried() {
+        let budgets = Budgets { keep_unresolved: true, ..Budgets::default() };
+        let code = |budgets: &Budgets, maybe_sent, crashes, sha| {
+            let message = Message {
+                id: 1,
+                lane: "l".to_owned(),
+                shard_id: 0,
+                due_at: Timestamp::default(),
+                lease_until: Timestamp::default(),
+                lease_token: 1,
+                attempts: 0,
+                crashes,
+                maybe_sent,
+                target: None,
+                active_key: None,
+                payload: "p".into(),
+                content_type: None,
+                headers: vec![],
+                payload_sha: sha,
+                correlation_id: None,
+                created_at: Timestamp::default(),
+                deliver_before: None,
+                taken_over_from: None,
+            };
+            burial(&message, budgets, Timestamp::default()).map(|verdict| match verdict {
+                Verdict::Dead { code, .. } => code,
+                other => panic!("{other:?}"),
+            })
+        };
+        let (poison, corrupt) = (Some(code::POISON.to_owned()), Some(code::PAYLOAD_CORRUPT.to_owned()));
+        assert_eq!(code(&budgets, false, 5, None), poison);
+        assert_eq!(code(&budgets, true, 5, None), None);
+        assert_eq!(code(&budgets, false, 0, Some([0; 32])), corrupt);
+        assert_eq!(code(&budgets, true, 0, Some([0; 32])), None);
+        let others = Budgets::default();
+        assert_eq!(code(&others, true, 5, None), poison);
+        assert_eq!(code(&others, true, 0, Some([0; 32])), corrupt);
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub use inbox::Inbox;
 pub use lanes::{LaneRules, Lanes, OnSettled, Winner};
 pub use message::{Enqueued, Entry, Message, NewMessage};
 pub use migrate::Migration;
-pub use outbox::{Outbox, Receipt};
+pub use outbox::{OPERATOR, Outbox, Receipt};
 pub use outcome::Outcome;
 pub use stores::{Options, open};
 pub use time::Timestamp;

@@ -265,7 +265,8 @@ impl Message {
         self.payload_sha.unwrap_or_else(|| sha256(&self.payload))
     }
 
-    pub(crate) fn payload_is_intact(&self) -> bool {
+    /// Does the payload match its digest?
+    pub fn payload_is_intact(&self) -> bool {
         self.payload_sha.is_none_or(|sha| sha == sha256(&self.payload))
     }
 }

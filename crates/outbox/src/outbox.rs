@@ -52,6 +52,9 @@ impl Receipt {
     }
 }
 
+/// How an operator's hold begins.
+pub const OPERATOR: &str = "operator:";
+
 /// Wakes workers: in this process directly, in others through the database, many rings in one notification.
 struct Bell {
     local: watch::Sender<u64>,
@@ -236,10 +239,18 @@ impl Outbox {
 
     /// Commits that a delivery is about to begin, for lanes with `send_begun`; `false` if the lease is lost.
     pub(crate) async fn begin(&self, owner: &str, lease: Lease) -> Result<bool> {
+        self.set_begun(owner, lease, true).await
+    }
+
+    pub(crate) async fn take_back_begin(&self, owner: &str, lease: Lease) -> Result<bool> {
+        self.set_begun(owner, lease, false).await
+    }
+
+    async fn set_begun(&self, owner: &str, lease: Lease, begun: bool) -> Result<bool> {
         let owner: Arc<str> = owner.into();
         transact(&*self.store, Mode::Write, move |tx| {
             let owner = owner.clone();
-            Box::pin(async move { cold::begin(tx, &owner, lease).await })
+            Box::pin(async move { cold::begin(tx, &owner, lease, begun).await })
         })
         .await
     }
@@ -310,16 +321,22 @@ impl Outbox {
 
     /// Takes live messages whatever their due time or lease, under a new token; then settle or defer them as `owner`.
     pub async fn seize(&self, owner: &str, ids: Vec<i64>, lease: Duration) -> Result<Vec<(String, Lease)>> {
-        self.seize_where(owner, ids, lease, |_, _| true).await
+        self.seize_where(owner, ids, lease, |_: &str, _: Option<&str>| true).await
     }
 
-    /// Those for whose lane and lease (is it held?) `wanted` says yes.
+    /// The same, but only what nobody holds, or an operator who did not come back.
+    pub async fn seize_idle(&self, owner: &str, ids: Vec<i64>, lease: Duration) -> Result<Vec<(String, Lease)>> {
+        let idle = |_: &str, holder: Option<&str>| holder.is_none_or(|holder| holder.starts_with(OPERATOR));
+        self.seize_where(owner, ids, lease, idle).await
+    }
+
+    /// Those for whose lane and holder `wanted` says yes.
     async fn seize_where(
         &self,
         owner: &str,
         ids: Vec<i64>,
         lease: Duration,
-        wanted: impl Fn(&str, bool) -> bool + Send + Sync + 'static,
+        wanted: impl Fn(&str, Option<&str>) -> bool + Send + Sync + 'static,
     ) -> Result<Vec<(String, Lease)>> {
         let work = Arc::new((owner.to_owned(), ids, wanted));
         transact(&*self.store, Mode::Write, move |tx| {
@@ -332,9 +349,11 @@ impl Outbox {
     /// Gives messages back to be claimed by anybody now, whoever held them; answers which were live. What nobody holds on
     /// a lane that has an owner waits for a reason the owner knows, and is left alone.
     pub async fn release(&self, ids: Vec<i64>) -> Result<Vec<i64>> {
-        let owner = format!("operator:{}", crate::clock::incarnation(None));
+        let owner = format!("{OPERATOR}{}", crate::clock::incarnation(None));
         let lanes = self.lanes().clone();
-        let wanted = move |lane: &str, held: bool| held || lanes.permit(lane, None).is_ok();
+        let wanted = move |lane: &str, holder: Option<&str>| {
+            holder.is_some_and(|holder| !holder.starts_with(OPERATOR)) || lanes.permit(lane, None).is_ok()
+        };
         let seized = self.seize_where(&owner, ids, Duration::from_secs(60), wanted).await?;
         let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
         let given = self.store.defer(&owner, &leases, Duration::ZERO, Some(code::RELEASED)).await?;

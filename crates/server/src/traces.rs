@@ -154,6 +154,10 @@ impl Courier for Traced {
         self.courier.name()
     }
 
+    fn settled(&self, id: i64) {
+        self.courier.settled(id);
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         let (send, message) = self.traces.begin(message, self.name());
         let outcome = self.courier.deliver(&message).await;

@@ -298,7 +298,7 @@ impl Webhooks {
             Answer::Unanswered { code, reach, remote, .. } => {
                 Report { failure: Some((code.to_owned(), reach)), remote: remote.map(|r| r.to_string()), ..report }
             }
-            Answer::Answered { status, headers, body, remote } => {
+            Answer::Answered { status, headers, body, remote, .. } => {
                 let failure = match status {
                     status if status.is_success() => None,
                     status if status.is_redirection() => Some("REDIRECT_REFUSED".to_owned()),

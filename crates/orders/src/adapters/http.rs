@@ -18,7 +18,10 @@ use url::Url;
 
 use super::{Adapter, Answer, Found, Sending};
 use crate::decide::{Idempotency, Reason, Refusal, reach_of_server_error};
-use crate::result::{Execution, Number};
+use crate::result::{Execution, Fill, Number};
+
+/// Most bytes of a broker's answer.
+const MOST_BODY: usize = 1 << 20;
 
 /// What a status of the broker means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,14 +116,14 @@ impl HttpBroker {
                 request.headers_mut().insert(name, value);
             }
         }
-        match HeaderValue::from_str(key) {
+        match HeaderValue::from_bytes(key.as_bytes()) {
             Ok(key) => request.headers_mut().insert("idempotency-key", key),
             Err(_) => {
                 let cause = "the idempotency key cannot be sent as a header".to_owned();
                 return Reply::Unanswered { code: "KEY", cause, reach: Reach::NeverSent, remote: None };
             }
         };
-        self.exchange.send(request, self.settings.timeout).await
+        self.exchange.ask(request, self.settings.timeout, MOST_BODY).await
     }
 }
 
@@ -155,24 +158,33 @@ fn body(sending: &Sending<'_>) -> String {
     body
 }
 
-/// What a broker says it executed: `order_ref` (or `id`) and `fills`.
-fn execution(body: &[u8]) -> Result<Execution, String> {
+/// What a broker says became of an order: `order_ref` (or `id`), `fills`, `status`.
+fn said(body: &[u8], whole: bool) -> Result<Found, String> {
     #[derive(serde::Deserialize)]
     struct Said {
         order_ref: Option<Value>,
         id: Option<Value>,
+        status: Option<String>,
         #[serde(default)]
-        fills: Vec<crate::result::Fill>,
+        fills: Vec<Fill>,
+    }
+    if !whole {
+        return Err("it was cut off".to_owned());
     }
     let said: Said = serde_json::from_slice(body).map_err(|e| e.to_string())?;
+    let refused = ["rejected", "canceled", "cancelled", "expired"];
+    let status = said.status.unwrap_or_default().to_ascii_lowercase();
+    // What was filled before the rest was cancelled is executed.
+    if said.fills.is_empty() && refused.contains(&status.as_str()) {
+        return Ok(Found::Rejected(format!("the broker says: {status}")));
+    }
     let reference = said.order_ref.or(said.id).ok_or("it has neither order_ref nor id")?;
     let order_ref = reference.as_str().map_or_else(|| reference.to_string(), str::to_owned);
-    Ok(Execution { order_ref: order_ref.chars().take(255).collect(), fills: said.fills })
-}
-
-fn status_of(body: &[u8]) -> Option<String> {
-    let said: Value = serde_json::from_slice(body).ok()?;
-    said.get("status")?.as_str().map(str::to_ascii_lowercase)
+    if order_ref.len() > 255 || order_ref.chars().any(char::is_control) {
+        return Err("its order_ref is no reference".to_owned());
+    }
+    let execution = Execution { order_ref, fills: said.fills };
+    execution.check().map(|()| Found::Executed(execution))
 }
 
 fn unanswered(code: &str, cause: String, reach: Reach) -> Refusal {
@@ -193,31 +205,36 @@ impl Adapter for HttpBroker {
     async fn send(&self, sending: &Sending<'_>) -> Answer {
         let body = body(sending).into();
         let reply = self.ask(Method::POST, self.url.clone(), sending.key, sending.headers, body).await;
-        let (status, headers, body) = match reply {
+        let (status, headers, said) = match reply {
             Reply::Unanswered { code, cause, reach, .. } => return Answer::Refused(unanswered(code, cause, reach)),
-            Reply::Answered { status, headers, body, .. } => (status.as_u16(), headers, body),
+            Reply::Answered { status, headers, body, whole, .. } => (status.as_u16(), headers, said(&body, whole)),
         };
         let meaning = self.settings.statuses.get(&status).copied().unwrap_or_else(|| Meaning::of(status));
         let refused = |reason: Reason, message: String, reach| {
             let retry_after = retry_after(&headers).filter(|_| matches!(status, 429 | 503));
             Answer::Refused(Refusal { reason, message, reach, retry_after })
         };
-        match meaning {
-            // It said yes in words that cannot be read: whatever it did is done.
-            Meaning::Executed => match execution(&body) {
-                Ok(done) => Answer::Executed(done, None),
-                Err(why) => refused(Reason::Unknown, format!("status {status}, but the answer: {why}"), Reach::Unknown),
+        // Where a key is executed once, not knowing does no harm.
+        let doubt = if self.settings.idempotency == Idempotency::Key { Reach::Answered } else { Reach::Unknown };
+        let (reason, reach) = match meaning {
+            Meaning::Executed => match said {
+                Ok(Found::Executed(done)) => return Answer::Executed(done, None),
+                Ok(Found::Rejected(why)) => return refused(Reason::Rejected, why, Reach::Answered),
+                // It said yes in words that cannot be read: whatever it did is done.
+                Ok(Found::Nothing) | Err(_) => (Reason::Unknown, Reach::Unknown),
             },
             Meaning::Refused(Reason::AlreadyProcessed) => {
-                Answer::Executed(execution(&body).unwrap_or_default(), Some(Reason::AlreadyProcessed))
+                let done = said.ok().and_then(Found::executed).unwrap_or_default();
+                return Answer::Executed(done, Some(Reason::AlreadyProcessed));
             }
-            Meaning::Refused(reason @ Reason::Timeout) => refused(reason, format!("status {status}"), Reach::Unknown),
-            Meaning::Refused(reason @ Reason::ServerError) => {
-                let reach = reach_of_server_error(status, self.settings.idempotency);
-                refused(reason, format!("status {status}"), reach)
+            Meaning::Refused(Reason::Timeout) => (Reason::Timeout, Reach::Unknown),
+            Meaning::Refused(Reason::ServerError) => {
+                (Reason::ServerError, reach_of_server_error(status, self.settings.idempotency))
             }
-            Meaning::Refused(reason) => refused(reason, format!("status {status}"), Reach::Answered),
-        }
+            Meaning::Refused(Reason::Unknown) => (Reason::Unknown, doubt),
+            Meaning::Refused(reason) => (reason, Reach::Answered),
+        };
+        refused(reason, format!("status {status}"), reach)
     }
 
     async fn look_up(&self, key: &str) -> Result<Found, Refusal> {
@@ -228,12 +245,8 @@ impl Adapter for HttpBroker {
         match self.ask(Method::GET, url, key, &[], Bytes::new()).await {
             Reply::Unanswered { code, cause, .. } => Err(unanswered(code, cause, Reach::NeverSent)),
             Reply::Answered { status, .. } if status.as_u16() == 404 => Ok(Found::Nothing),
-            Reply::Answered { status, body, .. } if status.is_success() => {
-                if matches!(status_of(&body).as_deref(), Some("rejected" | "canceled" | "cancelled" | "expired")) {
-                    return Ok(Found::Rejected("the broker says that it rejected it".to_owned()));
-                }
-                let unreadable = |why| unanswered("LOOK_UP", why, Reach::NeverSent);
-                execution(&body).map(Found::Executed).map_err(unreadable)
+            Reply::Answered { status, body, whole, .. } if status.is_success() => {
+                said(&body, whole).map_err(|why| unanswered("LOOK_UP", why, Reach::NeverSent))
             }
             Reply::Answered { status, .. } => {
                 let message = format!("the look-up answered {status}");
@@ -272,9 +285,17 @@ mod tests {
 
     #[test]
     fn answers_are_read() {
-        let read = |body: &str| execution(body.as_bytes());
-        assert_eq!(read(r#"{"order_ref":"r1"}"#).unwrap().order_ref, "r1");
-        assert_eq!(read(r#"{"id":17,"fills":[{"px":1.5,"qty":2,"ts":"t"}]}"#).unwrap().executed_qty(), 2.into());
-        assert!(read("{}").is_err() && read("done").is_err());
+        let read = |body: &str| said(body.as_bytes(), true);
+        let executed = |body: &str| read(body).unwrap().executed().unwrap();
+        assert_eq!(executed(r#"{"order_ref":"r1"}"#).order_ref, "r1");
+        assert_eq!(executed(r#"{"id":17,"fills":[{"px":1.5,"qty":2,"ts":"t"}]}"#).executed_qty(), 2.into());
+        let partly = r#"{"id":"r","status":"Canceled","fills":[{"px":1,"qty":40,"ts":"t"}]}"#;
+        assert_eq!(executed(partly).executed_qty(), 40.into(), "what was filled is executed");
+        assert!(matches!(read(r#"{"id":"r","status":"REJECTED"}"#), Ok(Found::Rejected(_))));
+        let huge = r#"{"id":"r","fills":[{"px":1,"qty":7e28,"ts":"t"},{"px":1,"qty":7e28,"ts":"t"}]}"#;
+        for nonsense in ["{}", "done", "{\"id\":\"a\\u0000b\"}", huge] {
+            assert!(read(nonsense).is_err(), "{nonsense}");
+        }
+        assert!(said(br#"{"id":"r"}"#, false).is_err(), "cut off");
     }
 }

@@ -39,6 +39,15 @@ pub enum Found {
     Nothing,
 }
 
+impl Found {
+    pub fn executed(self) -> Option<Execution> {
+        match self {
+            Found::Executed(execution) => Some(execution),
+            _ => None,
+        }
+    }
+}
+
 #[async_trait]
 pub trait Adapter: Send + Sync + 'static {
     fn name(&self) -> &str;

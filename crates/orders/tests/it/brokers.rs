@@ -64,7 +64,7 @@ const LOOK_UP: Idempotency = Idempotency::LookUp { settling: Duration::ZERO };
 #[tokio::test]
 async fn an_order_arrives_exactly_and_with_its_key() {
     let (url, seen) =
-        serve("HTTP/1.1 200 OK\r\ncontent-length: 67\r\n\r\n{\"order_ref\":\"r-1\",\"fills\":[{\"px\":\"10.5\",\"qty\":1.25,\"ts\":\"t\"}]}   ").await;
+        serve("HTTP/1.1 200 OK\r\ncontent-length: 63\r\n\r\n{\"order_ref\":\"r-1\",\"fills\":[{\"px\":\"10.5\",\"qty\":1.25,\"ts\":\"t\"}]}").await;
     let broker = HttpBroker::new(settings(&url, Idempotency::Key)).unwrap();
     let Answer::Executed(execution, None) = send(&broker).await else { panic!("executed") };
     assert_eq!((execution.order_ref.as_str(), execution.executed_qty().to_string().as_str()), ("r-1", "1.25"));

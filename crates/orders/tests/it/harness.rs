@@ -230,6 +230,12 @@ impl Home {
         message
     }
 
+    /// As a courier that is about to send commits it.
+    pub async fn said_that_it_begins(&self, id: i64) {
+        let truth = if self.outbox.store().dialect().name() == "postgres" { "TRUE" } else { "1" };
+        self.execute(&format!("UPDATE outbox SET maybe_sent = {truth} WHERE id = {id}")).await.unwrap();
+    }
+
     pub async fn try_claim(&self) -> Option<Message> {
         let idempotent = self.broker.idempotency();
         let claim = Claim {
@@ -239,7 +245,7 @@ impl Home {
             lease: Duration::from_millis(1),
             owner: "dead:1:1".to_owned(),
             max_crashes: 5,
-            send_begun: idempotent == Idempotency::None,
+            send_begun: idempotent != Idempotency::Key,
             from: From::Mark(None),
         };
         let claimed = self.outbox.store().claim(&claim).await.unwrap();
@@ -252,7 +258,6 @@ impl Home {
         let mut settings = lane_settings();
         (settings.poll, settings.budgets.max_attempts) = (Duration::from_millis(20), 3);
         settings.budgets.backoff = Backoff::Table(vec![Duration::from_millis(20)]);
-        settings.send_begun = self.broker.idempotency() == Idempotency::None;
         let worker = Worker::new(self.outbox.clone()).lane_with(settings, Arc::new(self.orders.courier()));
         tokio::spawn(worker.run(async move { drop(stopped.wait_for(|stop| *stop).await) }));
         Working(stop)

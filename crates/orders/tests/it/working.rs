@@ -27,6 +27,9 @@ on_every_store!(
     parked_orders_wait_for_a_person,
     a_refusal_after_doubt_parks,
     a_failed_order_is_reopened,
+    poison_in_doubt_is_parked,
+    damage_strands_nobody,
+    a_hand_that_died_half_way,
 );
 
 fn by() -> By {
@@ -113,13 +116,16 @@ async fn refusals_end_at_once(ground: Ground) {
 }
 
 async fn what_is_ours_costs_no_attempt(ground: Ground) {
-    let home = ground.open(Idempotency::Key).await;
+    // The hardest kind: it had said that it begins.
+    let home = ground.open(Idempotency::None).await;
     home.broker.next(&[Act::Refuse(Reason::Unauthorized, Reach::Answered)]);
     home.place("k").await;
     home.work_until("k", "BROKER_UNAUTHORIZED").await;
     assert_eq!(home.view("k").await.1, 0);
     assert_eq!(home.entry("k").await.status, Status::InProgress);
     assert_eq!(home.count("outbox_alerts WHERE kind = 'broker_unauthorized'").await, 1);
+    let doubt = if home.outbox.store().dialect().name() == "postgres" { "maybe_sent" } else { "maybe_sent = 1" };
+    assert_eq!(home.count(&format!("outbox WHERE {doubt}")).await, 0, "nothing went out, and it will be sent");
 }
 
 async fn an_order_that_cannot_be_read_is_aborted_at_once(ground: Ground) {
@@ -212,8 +218,9 @@ async fn a_crash_after_the_claim(ground: Ground) {
 
 async fn a_crash_after_the_broker_executed(ground: Ground) {
     let home = ground.open(LOOK_UP).await;
-    home.place("k").await;
+    let id = home.place("k").await;
     home.claimed_by_one_who_dies().await;
+    home.said_that_it_begins(id).await;
     home.broker.executed.lock().unwrap().insert("k".to_owned(), 1);
     home.work_until("k", "succeeded").await;
     assert_eq!((home.broker.executions("k"), home.broker.sends()), (1, 0));
@@ -224,6 +231,7 @@ async fn the_look_up_waits_anew_after_a_crash(ground: Ground) {
     let home = ground.open(Idempotency::LookUp { settling: Duration::from_millis(500) }).await;
     let id = home.place("k").await;
     home.claimed_by_one_who_dies().await;
+    home.said_that_it_begins(id).await;
     {
         let _working = home.work();
         let waits = format!("outbox WHERE id = {id} AND last_error_code LIKE 'AWAITS_LOOK_UP%'");
@@ -301,4 +309,63 @@ async fn a_failed_order_is_reopened(ground: Ground) {
     assert!(matches!(home.orders.requeue("k", by()).await.unwrap(), Reopened::Refused(_)), "succeeded is final");
     let moves: Vec<String> = home.orders.events("k").await.unwrap().into_iter().map(|e| e.to_status).collect();
     assert_eq!(moves, ["failed", "in_progress", "succeeded"]);
+}
+
+async fn poison_in_doubt_is_parked(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.place("k").await;
+    home.claimed_by_one_who_dies().await;
+    home.execute("UPDATE outbox SET crashes = 4").await.unwrap();
+    home.work_until("k", "NEEDS_RECONCILE").await;
+    assert_eq!(home.broker.sends(), 0, "it is not tried on yet another worker");
+    assert_eq!(home.entry("k").await.status, Status::InProgress);
+}
+
+/// A flipped bit: found before anything is sent, and somebody can still end the order.
+async fn damage_strands_nobody(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    let other = crate::harness::order("9").canonical().to_owned();
+    let other = match home.outbox.store().dialect().name() {
+        "postgres" => format!("'{other}'::bytea"),
+        _ => format!("'{other}'"),
+    };
+    let id = home.place("payload").await;
+    home.execute(&format!("UPDATE outbox SET payload = {other} WHERE id = {id}")).await.unwrap();
+    home.work_until("payload", "aborted").await;
+    assert_eq!(home.entry("payload").await.status, Status::Failed, "the ledger hears of it");
+
+    // Payload and digest: now entry and message differ, and nobody knows which is right.
+    let id = home.place("both").await;
+    home.execute(&format!("UPDATE outbox SET payload = {other}, payload_sha = NULL WHERE id = {id}")).await.unwrap();
+    home.work_until("both", "NEEDS_RECONCILE").await;
+    assert!(matches!(home.orders.settle("both", false, None, by()).await.unwrap(), ByHand::Done(_)));
+    assert_eq!(home.broker.sends(), 0);
+
+    // What is stored is what is told, or nothing.
+    home.place("answer").await;
+    home.work_until("answer", "succeeded").await;
+    let guard = match home.outbox.store().dialect().name() {
+        "postgres" => "ALTER TABLE idempo_ledger DISABLE TRIGGER ALL",
+        _ => "DROP TRIGGER idempo_ledger_no_update",
+    };
+    home.execute(guard).await.unwrap();
+    home.execute("UPDATE idempo_ledger SET response_payload_json = '{}' WHERE idempotency_key = 'answer'")
+        .await
+        .unwrap();
+    assert!(home.orders.entry("answer").await.is_err());
+}
+
+async fn a_hand_that_died_half_way(ground: Ground) {
+    let home = ground.open(Idempotency::None).await;
+    home.broker.next(&[Act::LoseReply]);
+    let id = home.place("k").await;
+    home.work_until("k", "NEEDS_RECONCILE").await;
+    home.outbox.seize_idle("operator:gone:1", vec![id], Duration::from_millis(1)).await.unwrap();
+    assert_eq!(home.outbox.release(vec![id]).await.unwrap(), Vec::<i64>::new(), "it is not for release");
+    assert!(matches!(home.orders.settle("k", true, None, by()).await.unwrap(), ByHand::Done(_)));
+    // And what a worker holds is not for hands.
+    let held = home.place("held").await;
+    home.claimed_by_one_who_dies().await;
+    assert!(matches!(home.orders.settle("held", false, None, by()).await.unwrap(), ByHand::Refused(_)));
+    assert_eq!(home.count(&format!("outbox WHERE id = {held} AND locked_by = 'dead:1:1'")).await, 1);
 }

@@ -61,7 +61,8 @@ pub struct Forbidden(pub String);
 #[derive(Debug)]
 pub enum Answer {
     /// A status came within the deadline, whatever the body did then.
-    Answered { status: StatusCode, headers: HeaderMap, body: Vec<u8>, remote: Option<SocketAddr> },
+    /// `whole`: the body is there to its end.
+    Answered { status: StatusCode, headers: HeaderMap, body: Vec<u8>, whole: bool, remote: Option<SocketAddr> },
     /// None did. `reach` says whether anything may have gone out.
     Unanswered { code: &'static str, cause: String, reach: Reach, remote: Option<SocketAddr> },
 }
@@ -97,7 +98,23 @@ impl Exchange {
         Ok(Exchange { client })
     }
 
-    pub async fn send(&self, mut request: Request<Full<Bytes>>, timeout: Duration) -> Answer {
+    /// For those who want the status: of a body only what is sent soon and fits.
+    pub async fn send(&self, request: Request<Full<Bytes>>, timeout: Duration) -> Answer {
+        self.exchange(request, timeout, DRAIN_GRACE, MAX_BODY_BYTES).await
+    }
+
+    /// For those who need the body: up to `most` bytes of it, as long as the timeout allows.
+    pub async fn ask(&self, request: Request<Full<Bytes>>, timeout: Duration, most: usize) -> Answer {
+        self.exchange(request, timeout, timeout, most).await
+    }
+
+    async fn exchange(
+        &self,
+        mut request: Request<Full<Bytes>>,
+        timeout: Duration,
+        grace: Duration,
+        most: usize,
+    ) -> Answer {
         let connection = capture_connection(&mut request);
         let remote = || {
             let metadata = connection.connection_metadata();
@@ -131,13 +148,13 @@ impl Exchange {
         };
         let mut kept = Vec::new();
         // Dropping an unfinished body closes its connection; the status stands whatever the body does.
-        tokio::select! {
+        let whole = tokio::select! {
             biased;
-            () = read_body(body, &mut kept) => {}
-            () = &mut deadline => {}
-            () = sleep(DRAIN_GRACE), if head.status.is_success() => {}
-        }
-        Answer::Answered { status: head.status, headers: head.headers, body: kept, remote: remote() }
+            whole = read_body(body, &mut kept, most) => whole,
+            () = &mut deadline => false,
+            () = sleep(grace), if head.status.is_success() => false,
+        };
+        Answer::Answered { status: head.status, headers: head.headers, body: kept, whole, remote: remote() }
     }
 }
 
@@ -218,16 +235,18 @@ pub(crate) fn parse_retry_after(value: &str, now: Timestamp) -> Option<Duration>
     Some(Timestamp::from_micros(micros_of(date)).since(now))
 }
 
-/// Keeps the body up to its end or [`MAX_BODY_BYTES`], whichever is first.
-async fn read_body(mut body: Incoming, kept: &mut Vec<u8>) {
-    while let Some(Ok(frame)) = body.frame().await {
+/// Keeps the body up to its end or so many bytes, whichever is first; answers whether it came to the end.
+async fn read_body(mut body: Incoming, kept: &mut Vec<u8>, most: usize) -> bool {
+    while let Some(frame) = body.frame().await {
+        let Ok(frame) = frame else { return false };
         let Ok(data) = frame.into_data() else { continue };
-        let room = MAX_BODY_BYTES - kept.len();
+        let room = most - kept.len();
         kept.extend_from_slice(&data[..data.len().min(room)]);
         if data.len() > room {
-            return;
+            return false;
         }
     }
+    true
 }
 
 #[cfg(test)]

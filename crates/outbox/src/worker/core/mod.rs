@@ -668,7 +668,10 @@ impl Core {
         for id in running {
             self.commands.push(Command::Abort { id });
             let error = "aborted at shutdown with the request under way";
-            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, Reach::Unknown), false, now);
+            // Where *send begun* is committed, the row itself knows whether anything went out.
+            let says_begun = self.held.get(&id).is_some_and(|held| self.lanes[held.lane].settings.send_begun);
+            let reach = if says_begun { Reach::NeverSent } else { Reach::Unknown };
+            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, reach), false, now);
         }
     }
 }
