@@ -143,6 +143,10 @@ pub struct Home {
 }
 
 impl Ground {
+    pub fn url(&self) -> String {
+        self.0.url.clone()
+    }
+
     pub async fn open(self, idempotency: Idempotency) -> Home {
         self.open_with(idempotency, Settings::default()).await
     }

@@ -97,6 +97,44 @@ async fn in_the_callers_own_transaction(ground: Ground) {
     home.orders.committed();
 }
 
+/// With the drivers' own transactions, under what MySQL callers have by default: REPEATABLE READ.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_a_transaction_of_mysql_async() {
+    use mysql_async::prelude::Queryable;
+    let ground = crate::harness::mysql().await;
+    let url = ground.url();
+    let home = ground.open(Idempotency::Key).await;
+    let mut connection = mysql_async::Conn::from_url(&url).await.unwrap();
+    let mut tx = connection.start_transaction(mysql_async::TxOpts::default()).await.unwrap();
+    // Its snapshot is older than the order.
+    tx.query_drop("SELECT COUNT(*) FROM outbox").await.unwrap();
+    let id = home.place("k").await;
+    let placed = home.orders.place_in(&mut tx, &[NewOrder::new("k", order("1"))]).await.unwrap();
+    let Placed::Replayed(entry) = &placed[0] else { panic!("{placed:?}") };
+    assert_eq!(entry.outbox_id, Some(id), "it sees what is there now");
+    let placed = home.orders.place_in(&mut tx, &[NewOrder::new("mine", order("1"))]).await.unwrap();
+    assert!(matches!(placed[..], [Placed::Accepted { .. }]));
+    tx.rollback().await.unwrap();
+    assert!(home.orders.entry("mine").await.unwrap().is_none());
+    connection.disconnect().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_a_transaction_of_tokio_postgres() {
+    let ground = crate::harness::postgres().await;
+    let url = ground.url();
+    let home = ground.open(Idempotency::Key).await;
+    let (mut client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await.unwrap();
+    tokio::spawn(connection);
+    let mut tx = client.transaction().await.unwrap();
+    let placed = home.orders.place_in(&mut tx, &[NewOrder::new("k", order("1"))]).await.unwrap();
+    assert!(matches!(placed[..], [Placed::Accepted { .. }]));
+    assert!(home.orders.entry("k").await.unwrap().is_none(), "not before the commit");
+    tx.commit().await.unwrap();
+    home.orders.committed();
+    home.work_until("k", "succeeded").await;
+}
+
 /// Sets when an entry that has ended expires, in seconds from now.
 async fn expires_in(home: &Home, key: &str, seconds: i64) {
     let at = match home.outbox.store().dialect().name() {

@@ -320,6 +320,24 @@ fn w_105_the_ledger_knows_first() {
     });
 }
 
+#[test]
+fn a_key_used_again_after_its_time_is_a_new_order() {
+    on_every_database(|home| {
+        migrated(&home, QUICK);
+        place_by_hand(&home, "k", &order("1", ""));
+        let _worker = worker(&home);
+        status_becomes(&home, "k", "succeeded");
+        let first = home.text("SELECT response_payload_json FROM idempo_ledger");
+        home.execute(&format!("UPDATE idempo_ledger SET expires_at = {}", home.database.in_a_day()));
+        let replayed = home.run(&["orders", "place", "--key", "k", "--payload", &order("1", ""), "--json"]).done();
+        assert_eq!(replayed.stdout.trim(), first, "a day before, it replays, byte for byte");
+        home.execute("UPDATE idempo_ledger SET expires_at = first_seen_at");
+        assert_eq!(place_by_hand(&home, "k", &order("7", ""))["status"], "accepted", "it starts clean");
+        let entry = status_becomes(&home, "k", "succeeded");
+        assert_eq!(entry["response"]["executed_qty"], 7, "the broker does not take it for the old one");
+    });
+}
+
 /// Spec 003 §7, the rows W-103 and W-104 do not cover.
 #[test]
 fn the_recovery_table_row_by_row() {
