@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use postrider::enqueue::Admit;
 use postrider::error::Kind;
 use postrider::store::Mode;
 use postrider::tx::Tx;
@@ -152,12 +153,22 @@ impl Orders {
         }
         let entries: Vec<(&str, &str)> =
             wanted.iter().map(|&i| (orders[i].key.as_str(), orders[i].order.digest.as_str())).collect();
-        let new: HashSet<String> = ledger::insert_new(tx, &entries).await?.into_iter().collect();
-        let new: Vec<usize> = wanted.iter().copied().filter(|&i| new.contains(&orders[i].key)).collect();
-        let messages: Vec<NewMessage> = new.iter().map(|&i| orders[i].message()).collect();
-        let entries = self.0.outbox.enqueue_new_in(tx, &messages).await?;
-        for (&i, entry) in new.iter().zip(entries) {
-            placed[i] = Some(Placed::Accepted { outbox_id: entry.id });
+        let statement = ledger::insert_statement(tx, &entries);
+        let wanted = match statement {
+            Some(_) => wanted.to_vec(),
+            None => {
+                let new: HashSet<String> = ledger::insert_new(tx, &entries).await?.into_iter().collect();
+                wanted.iter().copied().filter(|&i| new.contains(&orders[i].key)).collect()
+            }
+        };
+        let admit = match &statement {
+            Some((sql, params)) => Admit::By { sql, params },
+            None => Admit::All,
+        };
+        let messages: Vec<NewMessage> = wanted.iter().map(|&i| orders[i].message()).collect();
+        let entries = self.0.outbox.enqueue_admitted_in(tx, admit, &messages).await?;
+        for (i, entry) in wanted.into_iter().zip(entries) {
+            placed[i] = entry.map(|entry| Placed::Accepted { outbox_id: entry.id });
         }
         reach("placing");
         Ok(())

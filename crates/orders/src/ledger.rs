@@ -92,9 +92,6 @@ pub fn key_hash(key: &str) -> String {
     hex(&sha256(key.as_bytes()))
 }
 
-/// Rows of one insert on SQLite.
-const SQLITE_ROWS: usize = 8;
-
 const COLUMNS: &str = "l.idempotency_key, l.request_digest, l.status, l.http_status, l.response_payload_json, l.result_digest, l.broker_ref, \
                        l.reason_code, l.first_seen_at, l.last_seen_at, l.finished_at, l.replays, l.expires_at";
 
@@ -277,68 +274,60 @@ fn unhex(text: &str) -> [u8; 32] {
     bytes
 }
 
-/// Writes entries for keys that have none, in one statement where the database can say which; answers those keys.
+/// Writes entries for keys that have none; answers those keys.
 pub(crate) async fn insert_new(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]) -> Result<Vec<String>> {
-    let columns = "idempotency_key, request_digest, status, first_seen_at, last_seen_at";
-    match tx.dialect() {
-        Dialect::Sqlite => {
-            // Few rows a statement: there is no round trip to save, and the statement stays prepared.
-            let mut new = Vec::with_capacity(orders.len());
-            for part in orders.chunks(SQLITE_ROWS) {
-                let mut params: Vec<Value> = Vec::with_capacity(4 * SQLITE_ROWS);
-                let mut rows = Vec::with_capacity(part.len());
-                for (key, digest) in part {
-                    params.extend([(*key).into(), (*digest).into()]);
-                    let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
-                    rows.push(format!("(?, ?, 'in_progress', {first}, {last})"));
-                }
-                let sql = format!(
-                    "INSERT INTO idempo_ledger ({columns}) SELECT * FROM (VALUES {}) AS new
-                     WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger l WHERE l.idempotency_key = new.column1) RETURNING idempotency_key",
-                    rows.join(", ")
-                );
-                for row in tx.query(&sql, &params).await? {
-                    new.push(row.text(0)?);
-                }
+    if let Some((sql, params)) = insert_statement(tx, orders) {
+        return tx.query(&sql, &params).await?.iter().map(|row| row.text(0)).collect();
+    }
+    let row = "(?, ?, 'in_progress', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))";
+    let sql = format!("INSERT IGNORE INTO idempo_ledger ({NEW}) VALUES {}", vec![row; orders.len()].join(", "));
+    let params: Vec<Value> = orders.iter().flat_map(|o| [o.0.into(), o.1.into()]).collect();
+    let written = tx.execute(&sql, &params).await?;
+    let mut new: Vec<String> = orders.iter().map(|order| order.0.to_owned()).collect();
+    if written == 0 {
+        return Ok(vec![]);
+    }
+    if written < new.len() as u64 {
+        // Which were there before? Those that have ended, or have their message already.
+        let keys: Vec<&str> = orders.iter().map(|order| order.0).collect();
+        let ended = "SELECT idempotency_key FROM idempo_ledger WHERE status <> 'in_progress' AND idempotency_key";
+        let live = format!("SELECT active_key FROM outbox WHERE lane = '{LANE}' AND active_key");
+        let mut taken = Vec::new();
+        for sql in [ended, &live] {
+            let mut params = Vec::new();
+            let list = in_keys(Dialect::Mysql, &keys, &mut params);
+            for row in tx.query(&format!("{sql} {list} LOCK IN SHARE MODE"), &params).await? {
+                taken.push(row.text(0)?);
             }
-            Ok(new)
+        }
+        new.retain(|key| !taken.contains(key));
+    }
+    Ok(new)
+}
+
+const NEW: &str = "idempotency_key, request_digest, status, first_seen_at, last_seen_at";
+
+/// One statement that writes entries for keys that have none and answers with those keys; MySQL has none.
+pub(crate) fn insert_statement(tx: &(dyn Tx + Send), orders: &[(&str, &str)]) -> Option<(String, Vec<Value>)> {
+    match tx.dialect() {
+        Dialect::Mysql => None,
+        Dialect::Sqlite => {
+            let mut params = Vec::with_capacity(3);
+            let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+            params.push(Value::Text(serde_json::json!(orders).to_string()));
+            let sql = format!(
+                "INSERT INTO idempo_ledger ({NEW}) SELECT new.value ->> 0, new.value ->> 1, 'in_progress', {first}, {last} FROM json_each(?) AS new
+                 WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger l WHERE l.idempotency_key = new.value ->> 0) RETURNING idempotency_key"
+            );
+            Some((sql, params))
         }
         Dialect::Postgres => {
             let sql = format!(
-                "INSERT INTO idempo_ledger ({columns}) SELECT k, d, 'in_progress', clock_timestamp(), clock_timestamp()
+                "INSERT INTO idempo_ledger ({NEW}) SELECT k, d, 'in_progress', clock_timestamp(), clock_timestamp()
                  FROM unnest(?::text[], ?::text[]) AS t(k, d) ON CONFLICT (idempotency_key) DO NOTHING RETURNING idempotency_key"
             );
             let texts = |of: fn(&(&str, &str)) -> String| Value::Texts(orders.iter().map(|o| Some(of(o))).collect());
-            let params = [texts(|o| o.0.to_owned()), texts(|o| o.1.to_owned())];
-            tx.query(&sql, &params).await?.iter().map(|row| row.text(0)).collect()
-        }
-        Dialect::Mysql => {
-            let row = "(?, ?, 'in_progress', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))";
-            let sql =
-                format!("INSERT IGNORE INTO idempo_ledger ({columns}) VALUES {}", vec![row; orders.len()].join(", "));
-            let params: Vec<Value> = orders.iter().flat_map(|o| [o.0.into(), o.1.into()]).collect();
-            let written = tx.execute(&sql, &params).await?;
-            let mut new: Vec<String> = orders.iter().map(|order| order.0.to_owned()).collect();
-            if written == 0 {
-                return Ok(vec![]);
-            }
-            if written < new.len() as u64 {
-                // Which were there before? Those that have ended, or have their message already.
-                let keys: Vec<&str> = orders.iter().map(|order| order.0).collect();
-                let ended =
-                    "SELECT idempotency_key FROM idempo_ledger WHERE status <> 'in_progress' AND idempotency_key";
-                let live = format!("SELECT active_key FROM outbox WHERE lane = '{LANE}' AND active_key");
-                let mut taken = Vec::new();
-                for sql in [ended, &live] {
-                    let mut params = Vec::new();
-                    let list = in_keys(Dialect::Mysql, &keys, &mut params);
-                    for row in tx.query(&format!("{sql} {list} LOCK IN SHARE MODE"), &params).await? {
-                        taken.push(row.text(0)?);
-                    }
-                }
-                new.retain(|key| !taken.contains(key));
-            }
-            Ok(new)
+            Some((sql, vec![texts(|o| o.0.to_owned()), texts(|o| o.1.to_owned())]))
         }
     }
 }

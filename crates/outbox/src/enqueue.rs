@@ -42,21 +42,66 @@ fn prepare<'a>(lanes: &Lanes, messages: &'a [NewMessage]) -> Result<Vec<Prepared
     Ok(prepared)
 }
 
-/// Writes messages of which the caller knows that they are new: it holds a row of its own for each of their active keys.
-/// Should one be taken all the same, the unique index refuses the lot.
-pub(crate) async fn enqueue_new<T: Tx + ?Sized>(
+/// Which messages are new, by a peer that keeps a row of its own for each of their active keys.
+#[derive(Clone, Copy, Debug)]
+pub enum Admit<'a> {
+    /// All: the peer has just written their rows.
+    All,
+    /// Those this statement names: it writes the rows and answers with the keys that were new.
+    By { sql: &'a str, params: &'a [Value] },
+}
+
+/// Which rows of an insert are written.
+enum Which<'a> {
+    All,
+    /// Those whose active key is free.
+    UnlessActive,
+    /// Those this statement names.
+    Admitted {
+        sql: &'a str,
+        params: &'a [Value],
+    },
+}
+
+/// Writes the messages that are new, in one statement with what says so where the database can; the others are left without
+/// an entry. Should an active key be taken all the same, the unique index refuses the lot.
+pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
     tx: &mut T,
     lanes: &Lanes,
+    admit: Admit<'_>,
     messages: &[NewMessage],
-) -> Result<Vec<Entry>> {
-    if messages.iter().any(|message| message.key.is_some()) {
-        return Err(Error::invalid("a message with an idempotency key may be there already; enqueue it as such"));
-    }
+) -> Result<Vec<Option<Entry>>> {
     let prepared = prepare(lanes, messages)?;
+    let name = |i: usize| messages[i].active_key.as_deref().unwrap_or_default();
+    let places: HashMap<&str, usize> = (0..messages.len()).map(|i| (name(i), i)).collect();
+    if places.len() != messages.len() || messages.iter().any(|m| m.key.is_some() || m.active_key.is_none()) {
+        return Err(Error::invalid("messages to be admitted have an active key each, and no other key"));
+    }
     let mut answers: Vec<Option<Entry>> = vec![None; messages.len()];
-    let all: Vec<usize> = (0..messages.len()).collect();
-    insert_in_chunks(tx, &prepared, &all, &[], &mut answers).await?;
-    answers.into_iter().map(|a| a.ok_or_else(|| Error::database("a message was left without an answer"))).collect()
+    if messages.is_empty() {
+        return Ok(answers);
+    }
+    let Admit::By { sql, params } = admit else {
+        let all: Vec<usize> = (0..messages.len()).collect();
+        insert_in_chunks(tx, &prepared, &all, &[], &mut answers).await?;
+        return Ok(answers);
+    };
+    if tx.dialect() == Dialect::Postgres && messages.len() <= CHUNK_ROWS {
+        let rows: Vec<&Prepared<'_>> = prepared.iter().collect();
+        for (id, key) in insert_rows_postgres(tx, &rows, &[], Which::Admitted { sql, params }).await? {
+            if let Some(&i) = key.as_deref().and_then(|key| places.get(key)) {
+                answers[i] = Some(Entry { id, outcome: Enqueued::Created });
+            }
+        }
+        return Ok(answers);
+    }
+    let mut admitted = Vec::with_capacity(messages.len());
+    for row in tx.query(sql, params).await? {
+        admitted.extend(places.get(row.text(0)?.as_str()));
+    }
+    admitted.sort_unstable();
+    insert_in_chunks(tx, &prepared, &admitted, &[], &mut answers).await?;
+    Ok(answers)
 }
 
 /// Writes the messages and answers in their order. Nothing is written for one that exists or differs. An error leaves
@@ -212,7 +257,7 @@ async fn enqueue_new_active_keys<T: Tx + ?Sized>(
         let rows: Vec<&Prepared<'_>> = part.iter().map(|&i| &prepared[i]).collect();
         let ids = match tx.dialect() {
             Dialect::Mysql => insert_unless_active_mysql(tx, &rows).await?,
-            _ => insert_rows_postgres(tx, &rows, &[], true).await?,
+            _ => insert_rows_postgres(tx, &rows, &[], Which::UnlessActive).await?,
         };
         let ids: HashMap<String, i64> = ids.into_iter().filter_map(|(id, key)| Some((key?, id))).collect();
         for &i in part {
@@ -555,7 +600,7 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
             Ok((0..inserted as i64).map(|n| first + n * step).collect())
         }
         Dialect::Postgres => {
-            let new = insert_rows_postgres(tx, rows, ids, false).await?;
+            let new = insert_rows_postgres(tx, rows, ids, Which::All).await?;
             let mut new: Vec<i64> = new.into_iter().map(|row| row.0).collect();
             new.sort_unstable();
             Ok(if ids.is_empty() { new } else { ids.to_vec() })
@@ -597,11 +642,12 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(
     tx: &mut T,
     rows: &[&Prepared<'_>],
     ids: &[i64],
-    unless_active: bool,
+    which: Which<'_>,
 ) -> Result<Vec<(i64, Option<String>)>> {
     let crate::tx::Now::Expression(now) = tx.now() else { return Err(Error::database("no clock")) };
     let columns = used_columns(rows);
     let (mut names, mut chosen, mut arrays, mut sources) = (vec!["id"], vec![], vec![], vec![]);
+    let mut active_key = "NULL".to_owned();
     let mut params: Vec<Value> = Vec::with_capacity(columns.len() + 2);
     // The sequence is read row by row in the order of the arrays, so sorted ids are in that order.
     chosen.push(if ids.is_empty() { "nextval('outbox_id_seq')".to_owned() } else { "given".to_owned() });
@@ -615,6 +661,9 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(
             chosen.push(column.name.to_owned());
             arrays.push(format!("${}::{}[]", params.len(), column.pg_type));
             sources.push(column.name);
+        }
+        if column.name == "active_key" {
+            active_key = chosen.last().cloned().unwrap_or_default();
         }
     }
     let first = micros_of(rows[0].message.delay);
@@ -632,12 +681,24 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(
         arrays.push(format!("${}::bigint[]", params.len()));
         sources.push("given");
     }
-    let tail = match unless_active {
-        true => "ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING RETURNING id, active_key",
-        false => "RETURNING id",
+    let (head, tail) = match which {
+        Which::All => (String::new(), "RETURNING id, NULL".to_owned()),
+        Which::UnlessActive => {
+            let conflict = "ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING";
+            (String::new(), format!("{conflict} RETURNING id, active_key"))
+        }
+        Which::Admitted { sql, params: given } => {
+            let mut sql = sql.to_owned();
+            for value in given {
+                params.push(value.clone());
+                sql = sql.replacen('?', &format!("${}", params.len()), 1);
+            }
+            let join = format!("JOIN admitted ON admitted.named = {active_key} RETURNING id, active_key");
+            (format!("WITH admitted(named) AS ({sql}) "), join)
+        }
     };
     let sql = format!(
-        "INSERT INTO outbox ({}, created_at, updated_at, due_at)
+        "{head}INSERT INTO outbox ({}, created_at, updated_at, due_at)
          SELECT {}, {now}, {now}, {now} + {due} * INTERVAL '1 microsecond' FROM unnest({}) AS t({}) {tail}",
         names.join(", "),
         chosen.join(", "),
@@ -645,8 +706,7 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(
         sources.join(", ")
     );
     let answer = tx.query(&sql, &params).await?;
-    let active_key = |row: &Row| if unless_active { row.opt_text(1) } else { Ok(None) };
-    answer.iter().map(|row| Ok((row.int(0)?, active_key(row)?))).collect()
+    answer.iter().map(|row| Ok((row.int(0)?, row.opt_text(1)?))).collect()
 }
 
 /// One column of all rows.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use crate::cold;
-use crate::enqueue;
+use crate::enqueue::{self, Admit};
 use crate::error::{Effect, Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::Lease;
@@ -134,11 +134,15 @@ impl Outbox {
         Ok(Receipt { entries, outbox: self.clone() })
     }
 
-    /// For a peer that keeps a row of its own for each active key, and has just made it: as [`Outbox::enqueue_in`], but an
-    /// active key that is taken all the same is an error.
-    pub async fn enqueue_new_in<T: Tx + ?Sized>(&self, tx: &mut T, messages: &[NewMessage]) -> Result<Vec<Entry>> {
+    /// For a peer that keeps a row of its own for each active key, which says what is new: those messages get an entry.
+    pub async fn enqueue_admitted_in<T: Tx + ?Sized>(
+        &self,
+        tx: &mut T,
+        admit: Admit<'_>,
+        messages: &[NewMessage],
+    ) -> Result<Vec<Option<Entry>>> {
         self.permit(messages)?;
-        enqueue::enqueue_new(tx, self.lanes(), messages).await
+        enqueue::enqueue_admitted(tx, self.lanes(), admit, messages).await
     }
 
     /// Enqueues inside a transaction of rusqlite, without a runtime.

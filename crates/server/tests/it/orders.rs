@@ -505,8 +505,17 @@ fn the_sums_agree_whoever_is_killed() {
         let mut fleet: Vec<Running> = (0..3).map(|_| worker(&home)).collect();
         let instruments = ["AAPL", "MSFT", "TSLA"];
         let total = 1000;
+        let seed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().subsec_nanos();
+        println!("orders of seed {seed}");
+        let mut random = u64::from(seed) | 1;
         for n in 0..total {
-            let body = order(&format!("{}.{}", n % 97 + 1, n % 10), "").replace("AAPL", instruments[n % 3]);
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let side = if random & 1 == 0 { "BUY" } else { "SELL" };
+            let qty = format!("{}.{}", random % 97 + 1, random / 97 % 10);
+            let instrument = instruments[(random / 1009 % 3) as usize];
+            let body = order(&qty, "").replace("AAPL", instrument).replace("BUY", side);
             place(&server, &format!("o-{n}"), &body).answered(201);
             if n % 250 == 249 {
                 let victim = fleet.remove(0);

@@ -217,7 +217,65 @@ fn workers_come_and_go_and_every_delivery_ends_once() {
         );
         let got = receiver.requests().len();
         assert!(got >= 2 * events + dead.len(), "{got} arrived");
+        // Nobody claims what has ended: two workers that come now send nothing.
+        let late: Vec<Running> = (0..2).map(|_| home.start_silent(&["worker", "--lane", "webhooks"])).collect();
+        let probe = post(&api, "/v1/events", json!({"event_type": "a", "payload": "9999"})).answered(202).json();
+        let probe = probe["saga_ids"][1].as_i64().unwrap();
+        wait_until("they work", || api.get(&format!("/v1/sagas/{probe}")).json()["status"] == "Completed");
+        drop(late);
+        let after: Vec<String> = receiver.requests()[got..].iter().map(|request| request.body.clone()).collect();
+        assert!(after.iter().all(|body| body == "\"9999\""), "no send from a claim after the end: {after:?}");
         let stats = home.stats("webhooks");
         assert_eq!((&stats["pending"], &stats["leased"]), (&json!(0), &json!(0)), "nothing is left behind");
     });
+}
+
+/// Answers every request with a head and then bytes without end, whatever they claim to be.
+fn flood(head: &'static str, piece: Vec<u8>) -> String {
+    use std::io::{Read, Write};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let piece = piece.clone();
+            std::thread::spawn(move || {
+                let _ = stream.read(&mut [0; 8192]);
+                let _ = stream.write_all(head.as_bytes());
+                while stream.write_all(&piece).is_ok() {}
+            });
+        }
+    });
+    url
+}
+
+#[test]
+fn memory_stays_flat_whatever_receivers_send() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", &LOCAL.replace("max_retry_limit = 2", "max_retry_limit = 2\ntimeout_ms = 1500"));
+    let server = Server::start(&home, &[]);
+    // A gigabyte, a gzip bomb (a kilobyte of this is a megabyte of zeros), headers without end, and a trickle of errors.
+    let bomb = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3].into_iter().chain([0xed, 0xc1, 1].repeat(400)).collect();
+    let receivers = [
+        flood("HTTP/1.1 200 OK\r\ncontent-length: 1073741824\r\n\r\n", vec![b'x'; 1 << 16]),
+        flood("HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\n", bomb),
+        flood("HTTP/1.1 200 OK\r\n", b"x-more: and more and more and more and more\r\n".repeat(100)),
+        flood("HTTP/1.1 500 No\r\ncontent-length: 1073741824\r\n\r\n", vec![b'x'; 1 << 16]),
+    ];
+    for url in &receivers {
+        subscribe(&server, url, &["*"]);
+    }
+    let peak = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap().to_owned();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
+    };
+    let before = peak();
+    let events: Vec<Value> = (0..100).map(|n| json!({"event_type": "a", "payload": n})).collect();
+    post(&server, "/v1/events/batch", json!({ "events": events })).answered(200);
+    let open = |status: &str| {
+        server.get(&format!("/v1/sagas?status={status}&limit=1")).json()["items"].as_array().unwrap().len()
+    };
+    wait_until("all have ended", || open("Pending") + open("InProgress") + open("PendingRetry") == 0);
+    let grown = peak() - before;
+    assert!(grown < 100, "400 deliveries to such receivers cost {grown} MiB");
 }
