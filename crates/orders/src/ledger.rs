@@ -92,6 +92,9 @@ pub fn key_hash(key: &str) -> String {
     hex(&sha256(key.as_bytes()))
 }
 
+/// Rows of one insert on SQLite.
+const SQLITE_ROWS: usize = 8;
+
 const COLUMNS: &str = "l.idempotency_key, l.request_digest, l.status, l.http_status, l.response_payload_json, l.result_digest, l.broker_ref, \
                        l.reason_code, l.first_seen_at, l.last_seen_at, l.finished_at, l.replays, l.expires_at";
 
@@ -276,9 +279,53 @@ fn unhex(text: &str) -> [u8; 32] {
 
 /// Writes entries for keys that have none; answers those keys.
 pub(crate) async fn insert_new(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]) -> Result<Vec<String>> {
-    if let Some((sql, params)) = insert_statement(tx, orders) {
-        return tx.query(&sql, &params).await?.iter().map(|row| row.text(0)).collect();
+    match tx.dialect() {
+        Dialect::Sqlite => insert_new_sqlite(tx, orders).await,
+        Dialect::Mysql => insert_new_mysql(tx, orders).await,
+        Dialect::Postgres => {
+            let (sql, params) = insert_statement(orders);
+            tx.query(&sql, &params).await?.iter().map(|row| row.text(0)).collect()
+        }
     }
+}
+
+const NEW: &str = "idempotency_key, request_digest, status, first_seen_at, last_seen_at";
+
+/// PostgreSQL: one statement that writes entries for keys that have none and answers with those keys.
+pub(crate) fn insert_statement(orders: &[(&str, &str)]) -> (String, Vec<Value>) {
+    let sql = format!(
+        "INSERT INTO idempo_ledger ({NEW}) SELECT k, d, 'in_progress', clock_timestamp(), clock_timestamp()
+         FROM unnest(?::text[], ?::text[]) AS t(k, d) ON CONFLICT (idempotency_key) DO NOTHING RETURNING idempotency_key"
+    );
+    let texts = |of: fn(&(&str, &str)) -> String| Value::Texts(orders.iter().map(|o| Some(of(o))).collect());
+    (sql, vec![texts(|o| o.0.to_owned()), texts(|o| o.1.to_owned())])
+}
+
+/// Few rows a statement: there is no round trip to save, and the statement stays prepared.
+async fn insert_new_sqlite(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]) -> Result<Vec<String>> {
+    let mut new = Vec::with_capacity(orders.len());
+    for part in orders.chunks(SQLITE_ROWS) {
+        let mut params: Vec<Value> = Vec::with_capacity(4 * SQLITE_ROWS);
+        let mut rows = Vec::with_capacity(part.len());
+        for (key, digest) in part {
+            params.extend([(*key).into(), (*digest).into()]);
+            let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+            rows.push(format!("(?, ?, 'in_progress', {first}, {last})"));
+        }
+        let sql = format!(
+            "INSERT INTO idempo_ledger ({NEW}) SELECT * FROM (VALUES {}) AS new
+             WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger l WHERE l.idempotency_key = new.column1) RETURNING idempotency_key",
+            rows.join(", ")
+        );
+        for row in tx.query(&sql, &params).await? {
+            new.push(row.text(0)?);
+        }
+    }
+    Ok(new)
+}
+
+/// MySQL cannot say which rows an insert wrote, only how many.
+async fn insert_new_mysql(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]) -> Result<Vec<String>> {
     let row = "(?, ?, 'in_progress', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))";
     let sql = format!("INSERT IGNORE INTO idempo_ledger ({NEW}) VALUES {}", vec![row; orders.len()].join(", "));
     let params: Vec<Value> = orders.iter().flat_map(|o| [o.0.into(), o.1.into()]).collect();
@@ -303,33 +350,6 @@ pub(crate) async fn insert_new(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]
         new.retain(|key| !taken.contains(key));
     }
     Ok(new)
-}
-
-const NEW: &str = "idempotency_key, request_digest, status, first_seen_at, last_seen_at";
-
-/// One statement that writes entries for keys that have none and answers with those keys; MySQL has none.
-pub(crate) fn insert_statement(tx: &(dyn Tx + Send), orders: &[(&str, &str)]) -> Option<(String, Vec<Value>)> {
-    match tx.dialect() {
-        Dialect::Mysql => None,
-        Dialect::Sqlite => {
-            let mut params = Vec::with_capacity(3);
-            let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
-            params.push(Value::Text(serde_json::json!(orders).to_string()));
-            let sql = format!(
-                "INSERT INTO idempo_ledger ({NEW}) SELECT new.value ->> 0, new.value ->> 1, 'in_progress', {first}, {last} FROM json_each(?) AS new
-                 WHERE NOT EXISTS (SELECT 1 FROM idempo_ledger l WHERE l.idempotency_key = new.value ->> 0) RETURNING idempotency_key"
-            );
-            Some((sql, params))
-        }
-        Dialect::Postgres => {
-            let sql = format!(
-                "INSERT INTO idempo_ledger ({NEW}) SELECT k, d, 'in_progress', clock_timestamp(), clock_timestamp()
-                 FROM unnest(?::text[], ?::text[]) AS t(k, d) ON CONFLICT (idempotency_key) DO NOTHING RETURNING idempotency_key"
-            );
-            let texts = |of: fn(&(&str, &str)) -> String| Value::Texts(orders.iter().map(|o| Some(of(o))).collect());
-            Some((sql, vec![texts(|o| o.0.to_owned()), texts(|o| o.1.to_owned())]))
-        }
-    }
 }
 
 /// The state machine's word on it; the statements and the guards say the same again.
