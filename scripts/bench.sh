@@ -18,7 +18,7 @@ for database in sqlite postgres mysql; do
         mysql) url=$POSTRIDER_TEST_MYSQL ;;
     esac
     : >"$results/$database.jsonl"
-    for bench in limit enqueue drain latency backlog http; do
+    for bench in limit enqueue drain latency backlog http webhooks; do
         "$postrider" --database "$url" --json bench "$bench" | tee -a "$results/$database.jsonl"
     done
 done
