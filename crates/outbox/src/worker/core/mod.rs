@@ -675,3 +675,34 @@ impl Core {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waits(crowd: &mut Crowd, now: Tick, messages: usize) -> Vec<f64> {
+        (0..messages).map(|n| crowd.next_turn(now, n as f64 / messages as f64).as_secs_f64()).collect()
+    }
+
+    #[test]
+    fn what_a_dead_target_cannot_take_comes_back_a_few_at_a_time() {
+        let now = Tick::default().plus(Duration::from_secs(1000));
+        let waits = waits(&mut Crowd::new(now), now, 50_000);
+        let longest = CROWD_HORIZON.as_secs_f64() + 1.0;
+        assert!(waits.iter().all(|wait| (0.0..=longest).contains(wait)));
+        for second in 0..300 {
+            let due = waits.iter().filter(|wait| **wait as u64 == second).count();
+            assert!(due < 400, "{due} of 50,000 come back in second {second}");
+        }
+    }
+
+    #[test]
+    fn a_target_that_moves_gets_its_messages_at_its_pace() {
+        let now = Tick::default().plus(Duration::from_secs(1000));
+        let mut crowd = Crowd::new(now);
+        let later = now.plus(Duration::from_secs(10));
+        crowd.ended = 6400;
+        let longest = waits(&mut crowd, later, 8000).into_iter().fold(0.0, f64::max);
+        assert!((8.0..14.0).contains(&longest), "8,000 at some 800 a second take {longest} s");
+    }
+}
