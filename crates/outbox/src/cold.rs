@@ -107,6 +107,34 @@ pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[St
     Ok(woken)
 }
 
+/// Makes messages of a lane that wait unheld for a later time due now, at most so many; answers how many.
+pub(crate) async fn wake_waiting(tx: &mut (dyn Tx + Send), lane: &str, shards: u32, limit: usize) -> Result<usize> {
+    let mut ids = Vec::new();
+    let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
+    for shard in 0..shards {
+        let mut params: Vec<Value> = vec![lane.into(), shard.into()];
+        let now = tx.now().plus(0, &mut params);
+        let sql = format!(
+            "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {now} AND locked_by IS NULL
+             ORDER BY due_at, id LIMIT {}{skip}",
+            limit - ids.len()
+        );
+        for row in tx.query(&sql, &params).await? {
+            ids.push(row.int(0)?);
+        }
+        if ids.len() == limit {
+            break;
+        }
+    }
+    if !ids.is_empty() {
+        let mut params = Vec::new();
+        let now = tx.now().plus(0, &mut params);
+        let list = in_ids(tx.dialect(), &ids, &mut params);
+        tx.execute(&format!("UPDATE outbox SET due_at = {now} WHERE id {list}"), &params).await?;
+    }
+    Ok(ids.len())
+}
+
 /// Pauses a lane or resumes it; answers whether that changed anything.
 pub(crate) async fn pause(tx: &mut (dyn Tx + Send), lane: &str, paused: bool) -> Result<bool> {
     if !paused {

@@ -295,6 +295,29 @@ impl Outbox {
         Ok(woken)
     }
 
+    /// Makes all messages of a lane that wait for a later time due now: what kept them back is over. Answers how many.
+    pub async fn wake_waiting(&self, lane: &str) -> Result<usize> {
+        const BATCH: usize = 500;
+        let shards = self.lanes().get(lane)?.shards;
+        let (lane, mut woken): (Arc<str>, usize) = (lane.into(), 0);
+        loop {
+            let lane = lane.clone();
+            let batch = transact(&*self.store, Mode::Write, move |tx| {
+                let lane = lane.clone();
+                Box::pin(async move { cold::wake_waiting(tx, &lane, shards, BATCH).await })
+            })
+            .await?;
+            woken += batch;
+            if batch < BATCH {
+                break;
+            }
+        }
+        if woken > 0 {
+            self.ring();
+        }
+        Ok(woken)
+    }
+
     /// Stops all workers from claiming on a lane, within about a second; what is under way is finished. The backlog waits
     /// and loses nothing. Answers whether it was open before.
     pub async fn pause(&self, lane: &str) -> Result<bool> {

@@ -70,6 +70,11 @@ pub enum Command {
     /// Place orders, see where they stand, bring back what failed, settle by hand
     #[command(subcommand)]
     Orders(Orders),
+    /// Store and query memories, bring queued ones to OpenMemory, look at the audit
+    #[command(subcommand)]
+    Memory(Memory),
+    /// Serve the tools of the memory gateway over MCP, on standard input and output
+    Mcp,
     /// Make, list and revoke access tokens for the API
     #[command(subcommand)]
     Token(Token),
@@ -80,6 +85,9 @@ pub enum Command {
     Demo(Demo),
     /// Measure how fast this is here, as a ratio to bare SQL on the same database
     Bench(crate::bench::Bench),
+    /// Play a service that is not there, for trials and tests
+    #[command(subcommand, hide = true)]
+    StandIn(StandIn),
     /// Print completions for a shell
     ///
     /// For example: postrider completions bash > ~/.local/share/bash-completion/completions/postrider
@@ -275,6 +283,100 @@ pub enum Orders {
 pub enum EndedAs {
     Succeeded,
     Failed,
+}
+
+/// Store and query memories, bring queued ones to OpenMemory, look at the audit.
+#[derive(Debug, Subcommand)]
+pub enum Memory {
+    /// Store a memory; what OpenMemory cannot take now is queued
+    Store(StoreMemory),
+    /// Look into memory
+    Query {
+        query: String,
+        /// Only this space; may be given several times [default: all]
+        #[arg(long = "space", value_name = "SPACE")]
+        spaces: Vec<String>,
+        /// At most so many results
+        #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100))]
+        top_k: u32,
+    },
+    /// Bring all queued memories to OpenMemory now, also those that wait for a retry (exits with 1 if one could not be)
+    Flush,
+    /// Bring memories back that were given up
+    Requeue {
+        #[arg(value_name = "ID", required = true)]
+        ids: Vec<i64>,
+    },
+    /// Complete the audit: writes without theirs, audits without their end
+    Reconcile {
+        /// Only count, repair nothing
+        #[arg(long)]
+        report: bool,
+    },
+    /// Show the audit of writes, newest first
+    Audit {
+        #[arg(long, value_name = "ID")]
+        correlation_id: Option<String>,
+        #[arg(long, value_name = "ID")]
+        outbox_id: Option<i64>,
+        /// At most so many rows
+        #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        limit: u32,
+    },
+    /// Knowledge candidates, which are found when OpenMemory is away
+    #[command(subcommand)]
+    Candidates(Candidates),
+    /// Show what a project allows, or change it
+    Govern(Govern),
+}
+
+#[derive(Debug, Args)]
+pub struct StoreMemory {
+    /// What to remember, in Markdown; - reads it from standard input
+    #[arg(value_name = "TEXT")]
+    pub text: String,
+    /// Who shares it, like team:payments
+    #[arg(long = "space", value_name = "SPACE")]
+    pub space: Option<String>,
+    /// What it is: fact, decision, lesson, …
+    #[arg(long, value_name = "KIND")]
+    pub kind: Option<String>,
+    /// Where it comes from, like mr://project/123; may be given several times
+    #[arg(long = "evidence", value_name = "URI")]
+    pub evidence: Vec<String>,
+    /// On whose behalf
+    #[arg(long, value_name = "USER")]
+    pub actor: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Candidates {
+    /// Take candidates in from JSON lines: {"title", "content_md", "kind"?, "confidence"?, "evidence_refs"?, "target_space"?}
+    Import {
+        /// A file, or - for standard input
+        file: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct Govern {
+    /// The project of a space: payments of team:payments
+    pub project: String,
+    /// May memories be written into its team space?
+    #[arg(long, value_name = "true|false")]
+    pub team_write: Option<bool>,
+    /// Only memories of these kinds: fact,decision; `any` lifts it
+    #[arg(long, value_name = "KINDS")]
+    pub kinds: Option<String>,
+    /// Longest memory, in characters; 0 lifts it
+    #[arg(long, value_name = "N")]
+    pub max_length: Option<u64>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum StandIn {
+    /// An OpenMemory that keeps what it is given and misbehaves on request
+    Openmemory(crate::stand_in::Settings),
 }
 
 #[derive(Debug, Args)]

@@ -27,6 +27,8 @@ pub enum Destination {
     Webhooks,
     /// The broker of `[orders]`.
     Orders,
+    /// The OpenMemory of `[memory]`.
+    Memory,
 }
 
 impl std::fmt::Debug for Destination {
@@ -44,6 +46,7 @@ impl Destination {
             Destination::Nowhere => "noop",
             Destination::Webhooks => "webhook",
             Destination::Orders => "broker",
+            Destination::Memory => "openmemory",
         }
     }
 
@@ -65,7 +68,7 @@ impl Destination {
     pub fn check(&self) -> postrider::Result<()> {
         match self {
             Destination::Http { url, timeout, headers } => http(url, *timeout, headers, "any").map(drop),
-            Destination::Print { .. } | Destination::Nowhere | Destination::Webhooks | Destination::Orders => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -75,6 +78,11 @@ impl Destination {
             Destination::Nowhere => Arc::new(Noop),
             Destination::Webhooks => Arc::new(opened()?.webhooks.courier()),
             Destination::Orders => Arc::new(opened()?.orders.courier()),
+            Destination::Memory => {
+                let memories = opened()?.memories.as_ref();
+                let missing = || Failure::failed("the memory gateway of this outbox was not opened");
+                Arc::new(memories.ok_or_else(missing)?.courier())
+            }
             // With --json, standard output is for the one document.
             Destination::Print { show_payload } => {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })

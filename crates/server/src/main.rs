@@ -13,13 +13,16 @@ mod failure;
 mod http;
 mod logs;
 mod loopback;
+mod mcp;
 mod metrics;
 mod output;
 mod parts;
 mod schema;
 mod secret;
+mod stand_in;
 mod table;
 mod tokens;
+mod tools;
 mod traces;
 
 use std::process::ExitCode;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use postrider::Outbox;
 use postrider::alerts::Alerts;
 use postrider::store::{Mode, transact};
+use postrider_memories::Memories;
 use postrider_orders::Orders;
 use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
 use postrider_webhooks::Webhooks;
@@ -22,11 +23,17 @@ use crate::secret;
 pub struct Parts {
     pub webhooks: Webhooks,
     pub orders: Orders,
+    /// Where `[memory]` is.
+    pub memories: Option<Memories>,
 }
 
 impl Parts {
     pub async fn open(config: &Config, outbox: &Outbox) -> Result<Parts> {
-        Ok(Parts { webhooks: webhooks(config, outbox).await?, orders: orders(config, outbox).await? })
+        Ok(Parts {
+            webhooks: webhooks(config, outbox).await?,
+            orders: orders(config, outbox).await?,
+            memories: config.memory.as_ref().map(|_| memories(config, outbox)).transpose()?,
+        })
     }
 }
 
@@ -49,6 +56,16 @@ pub async fn orders(config: &Config, outbox: &Outbox) -> Result<Orders> {
     };
     let alerts = alerts(config, outbox);
     Ok(Orders::new(outbox.clone(), orders.settings.clone(), orders.book.clone(), adapter, alerts).await?)
+}
+
+/// The memory gateway on this outbox.
+pub fn memories(config: &Config, outbox: &Outbox) -> Result<Memories> {
+    let Some(memory) = &config.memory else {
+        return Err(Failure::usage(
+            "there is no memory gateway: say where OpenMemory is, with [memory] url in postrider.toml",
+        ));
+    };
+    Ok(Memories::new(outbox.clone(), memory.settings.clone(), &memory.settling, alerts(config, outbox))?)
 }
 
 /// The key for secrets at rest. A file that is not there is made when it is first needed, unless the database has secrets

@@ -4,7 +4,8 @@ use postrider::Migration;
 
 /// The server's own and those of the parts it serves.
 pub fn migrations() -> Vec<Migration> {
-    MIGRATIONS.into_iter().chain(postrider_webhooks::MIGRATIONS).chain(postrider_orders::MIGRATIONS).collect()
+    let parts = postrider_webhooks::MIGRATIONS.into_iter().chain(postrider_orders::MIGRATIONS);
+    MIGRATIONS.into_iter().chain(parts).chain(postrider_memories::MIGRATIONS).collect()
 }
 
 const MIGRATIONS: [Migration; 1] = [Migration {

@@ -2,6 +2,8 @@
 
 mod config;
 mod enqueue;
+mod mcp;
+mod memory;
 mod migrate;
 mod ndjson;
 mod orders;
@@ -18,12 +20,13 @@ pub use worker::{orchestrate, stop_signal};
 use clap::{CommandFactory, Parser};
 
 use crate::bench;
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, StandIn};
 use crate::config::Config;
 use crate::demo;
 use crate::failure::{Ending, Failure, Result, exit_code};
 use crate::logs;
 use crate::output::{Output, print_bytes};
+use crate::stand_in;
 
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -40,12 +43,13 @@ pub fn main() -> ExitCode {
 fn start(cli: Cli) -> Result<Ending> {
     let level = match cli.command {
         Command::Worker(_) | Command::Serve(_) => "info",
+        Command::StandIn(_) => "off",
         // Its dead letter is part of the play.
         Command::Demo(_) => "error",
         _ => "warn",
     };
     let config = match cli.command {
-        Command::Demo(_) | Command::Completions { .. } => None,
+        Command::Demo(_) | Command::StandIn(_) | Command::Completions { .. } => None,
         _ => Some(Config::load(cli.config.as_deref(), cli.database.clone())?),
     };
     let format = cli.log.or(config.as_ref().and_then(|config| config.log)).unwrap_or_default();
@@ -66,6 +70,9 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
         Command::Enqueue(args) => enqueue::run(&config()?, args, output).await,
         Command::Serve(args) => serve::run(&config()?, args, output).await,
         Command::Orders(args) => orders::run(&config()?, args, output).await,
+        Command::Memory(args) => memory::run(&config()?, args, output).await,
+        Command::Mcp => mcp::run(&config()?, output).await,
+        Command::StandIn(StandIn::Openmemory(args)) => stand_in::run(args).await.map(|()| Ending::Done),
         Command::Webhooks(args) => webhooks::run(&config()?, args, output).await,
         Command::Token(args) => token::run(&config()?, args, output).await,
         Command::Config(args) => config::run(&config()?, &args, output),

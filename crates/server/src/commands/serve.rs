@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use super::worker::{build, orchestrate, reap, stop_signal};
+use super::worker::{build, orchestrate, reap, stop_signal, tend};
 use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
@@ -55,6 +55,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         tracing::warn!("no workers here: messages are taken in and delivered by other processes");
         None
     };
+    // The breaker of this process needs looking after, whoever delivers.
+    let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
     let watch = alerts::watch(config, &outbox);
     let signal = stop_signal()?;
     tokio::spawn(async move {
@@ -68,6 +70,9 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         reaper.abort();
         let _ = orchestrator.await;
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
+    }
+    if let Some(tending) = tending {
+        let _ = tending.await;
     }
     if let Some(watch) = watch {
         watch.abort();

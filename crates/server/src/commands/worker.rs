@@ -6,6 +6,7 @@ use std::time::Duration;
 use postrider::Outbox;
 use postrider::worker::Report;
 use postrider::worker::core::Tally;
+use postrider_memories::Memories;
 use postrider_orders::Orders;
 use postrider_webhooks::{LANE, Webhooks};
 use serde_json::json;
@@ -61,12 +62,14 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
             while webhooks.pass().await? > 0 {}
         }
         let (stop, stopped) = tokio::sync::watch::channel(false);
-        let orchestrator = (orchestrates && !args.once).then(|| orchestrate(webhooks, stopped));
+        let orchestrator = (orchestrates && !args.once).then(|| orchestrate(webhooks, stopped.clone()));
+        let tends = lanes.iter().any(|(name, _)| *name == postrider_memories::LANE) && !args.once;
+        let tending = parts.memories.as_ref().filter(|_| tends).map(|memories| tend(memories, false, stopped));
         let reaper = (reaps && !args.once).then(|| reap(&parts.orders));
         let report = worker.run(shutdown).await;
         let _ = stop.send(true);
-        if let Some(orchestrator) = orchestrator {
-            let _ = orchestrator.await;
+        for task in [orchestrator, tending].into_iter().flatten() {
+            let _ = task.await;
         }
         if let Some(reaper) = reaper {
             reaper.abort();
@@ -124,6 +127,21 @@ pub fn orchestrate(
 ) -> tokio::task::JoinHandle<()> {
     let webhooks = webhooks.clone();
     tokio::spawn(async move { webhooks.orchestrate(async move { drop(stopped.wait_for(|stop| *stop).await) }).await })
+}
+
+/// Looks after the memory service until told to stop; `flush`: and begins by waking what is queued.
+pub fn tend(
+    memories: &Memories,
+    flush: bool,
+    mut stopped: tokio::sync::watch::Receiver<bool>,
+) -> tokio::task::JoinHandle<()> {
+    let memories = memories.clone();
+    tokio::spawn(async move {
+        if flush && let Err(error) = memories.wake().await {
+            tracing::warn!(%error, "queued memories could not be woken; they come by themselves");
+        }
+        memories.tend(async move { drop(stopped.wait_for(|stop| *stop).await) }).await;
+    })
 }
 
 /// Takes orders away that are past their time, until aborted; a transaction under way ends by itself.

@@ -32,6 +32,7 @@ macro_rules! file {
             #[serde(default)]
             pub webhooks: WebhookKeys,
             pub orders: Option<Spanned<OrderKeys>>,
+            pub memory: Option<Spanned<MemoryKeys>>,
             #[serde(default)]
             pub secrets: SecretKeys,
             $($later: Option<Spanned<IgnoredAny>>,)*
@@ -45,7 +46,7 @@ macro_rules! file {
         }
     };
 }
-file!(memory, gate, store, verify);
+file!(gate, store, verify);
 
 /// `[auth]`.
 #[derive(Debug, Default, Deserialize)]
@@ -142,6 +143,25 @@ pub struct FaultKeys {
     pub fail: f64,
     pub timeout: f64,
     pub lose_reply: f64,
+}
+
+/// `[memory]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [memory]")]
+pub struct MemoryKeys {
+    pub url: Option<Spanned<String>>,
+    pub api_key: Option<Spanned<String>>,
+    pub timeout_ms: Option<Count<10_000>>,
+    pub breaker: Option<BreakerKeys>,
+    pub default_space: Option<Spanned<String>>,
+}
+
+/// `[memory] breaker`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a breaker, like { failures = 3, probe_sec = 5 }")]
+pub struct BreakerKeys {
+    pub failures: Option<Count<1000>>,
+    pub probe_sec: Option<Seconds<1>>,
 }
 
 /// `[secrets]`.

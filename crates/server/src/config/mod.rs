@@ -1,6 +1,7 @@
 //! The configuration in force: `postrider.toml`, the environment and the flags, checked once, before anything starts.
 
 mod file;
+mod memory;
 mod orders;
 pub mod reference;
 mod tuning;
@@ -16,12 +17,14 @@ use postrider::backoff::Backoff;
 use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
+use postrider_memories::LANE as MEMORY;
 use postrider_orders::LANE as ORDERS;
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
 use self::file::{AlertKeys, CourierName, File, LaneKeys, OrderKeys, WebhookKeys};
+pub use self::memory::MemoryConfig;
 pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
@@ -34,8 +37,6 @@ const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8787);
 /// The lane alerts go through, where `[alerts]` is configured.
 pub const ALERTS: &str = "alerts";
-/// Lanes of parts that are still to come.
-const PEERS: [&str; 1] = ["memory"];
 const DEFAULT_KEY: &str = "file:postrider.key";
 
 /// All that the commands need to know.
@@ -52,6 +53,8 @@ pub struct Config {
     /// What webhook couriers saw, until the store writes it.
     pub reports: Reports,
     pub orders: OrdersConfig,
+    /// The memory gateway, where it is configured.
+    pub memory: Option<MemoryConfig>,
     /// Where the key for secrets at rest is kept.
     pub secrets_key: String,
     pub enabled: bool,
@@ -119,9 +122,9 @@ impl Config {
 
     /// The lane of that name, or why it cannot be used.
     pub fn lane(&self, name: &str) -> Result<&Lane> {
-        if PEERS.contains(&name) {
+        if name == MEMORY && self.memory.is_none() {
             return Err(Failure::usage(format!(
-                "the lane `{name}` belongs to a part that this version of postrider does not have yet; use a lane of your own ([lane.NAME] in {DEFAULT_FILE})"
+                "the lane `{name}` is the memory gateway's; say where OpenMemory is, with [memory] url in {DEFAULT_FILE}"
             )));
         }
         check_lane_name(name)?;
@@ -221,7 +224,22 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     let (keys, at) = file.lane.get(ORDERS).map_or((&no_keys, 0..0), |keys| (keys.get_ref(), keys.span()));
     let lane_of_orders = orders::lane(&place, at, keys, &common, &environment.tuning, &mut orders)?;
     lanes.insert(ORDERS.to_owned(), lane_of_orders);
-    for (name, keys) in file.lane.iter().filter(|(name, _)| *name != ORDERS) {
+    let mut memory = match &file.memory {
+        Some(keys) => Some(memory::read(&place, keys.get_ref())?),
+        None => None,
+    };
+    let (keys, at) = file.lane.get(MEMORY).map_or((&no_keys, 0..0), |keys| (keys.get_ref(), keys.span()));
+    match &mut memory {
+        Some(memory) => {
+            let lane = memory::lane(&place, at, keys, &common, &environment.tuning, memory)?;
+            lanes.insert(MEMORY.to_owned(), lane);
+        }
+        None if file.lane.contains_key(MEMORY) => {
+            return Err(place.wrong(at, "[lane.memory] is the memory gateway's; say in [memory] url where OpenMemory is, or choose another name"));
+        }
+        None => {}
+    }
+    for (name, keys) in file.lane.iter().filter(|(name, _)| ![ORDERS, MEMORY].contains(&name.as_str())) {
         let lane = lane(&place, name, keys.span(), keys.get_ref(), &common, &environment.tuning)?;
         lanes.insert(name.clone(), lane);
     }
@@ -271,6 +289,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         webhooks,
         reports,
         orders,
+        memory,
         secrets_key,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
@@ -345,12 +364,6 @@ fn lane(
     common: &Tuning,
     environment: &Tuning,
 ) -> Result<Lane> {
-    if PEERS.contains(&name) {
-        let what = format!(
-            "[lane.{name}] is for a part that this version of postrider does not have yet; take it out or choose another name"
-        );
-        return Err(place.wrong(at, what));
-    }
     if name == LANE {
         return webhook_lane(place, at, keys, common, environment);
     }

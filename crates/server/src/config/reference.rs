@@ -140,6 +140,21 @@ const SECTIONS: &[Section] = &[
         ],
     },
     Section {
+        name: "memory",
+        about: "The memory gateway, which exists where this section does. `[lane.memory]` takes the keys of a lane but those that say where it goes; its defaults are concurrency 10, batch 10, lock_lease_sec 120, max_attempts 5.",
+        keys: &[
+            Key("url", "", "Where OpenMemory is, like `\"http://127.0.0.1:8080\"`. Without it every memory is queued."),
+            Key("api_key", "", "Its key, as a reference. Read again when OpenMemory refuses the one in use."),
+            Key("timeout_ms", "`5000`", "For one call, at most 10000."),
+            Key(
+                "breaker",
+                "`{ failures = 3, probe_sec = 5 }`",
+                "After so many failures in a row nobody waits for OpenMemory; it is looked for this often until it is back.",
+            ),
+            Key("default_space", "`\"team:default\"`", "Where a memory goes that names no space."),
+        ],
+    },
+    Section {
         name: "secrets",
         about: "Secrets of subscriptions are encrypted in the database.",
         keys: &[Key(
@@ -253,7 +268,7 @@ mod tests {
         }
     }
 
-    const LATER: [&str; 4] = ["memory", "gate", "store", "verify"];
+    const LATER: [&str; 3] = ["gate", "store", "verify"];
 
     #[test]
     fn the_documentation_is_this_page() {

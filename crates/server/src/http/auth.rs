@@ -18,7 +18,12 @@ use crate::tokens::{Scope, Token};
 pub struct Caller(Option<Arc<Token>>);
 
 impl Caller {
-    fn may(&self, scope: Scope) -> Result<(), Refusal> {
+    /// Who runs the command itself.
+    pub fn local() -> Self {
+        Caller(None)
+    }
+
+    pub fn may(&self, scope: Scope) -> Result<(), Refusal> {
         match &self.0 {
             Some(token) if !token.allows(scope) => Err(forbidden(format!("this token lacks the scope `{scope}`"))),
             _ => Ok(()),
@@ -61,6 +66,24 @@ pub async fn require(app: Arc<App>, scope: Scope, mut request: Request, next: Ne
     }
 }
 
+/// For routes that ask for scopes themselves. Pages of other sites are refused whatever they show.
+pub async fn any(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let asked = match own_origin(request.headers()) {
+        Ok(()) => caller(&app, request.headers()).await,
+        Err(refusal) => Err(refusal),
+    };
+    match asked {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(refusal) => {
+            hear_out(request).await;
+            refusal.into_response()
+        }
+    }
+}
+
 /// Reads a small body to its end: a connection closed while the client still writes may lose it our answer.
 async fn hear_out(request: Request) {
     let body = axum::body::to_bytes(request.into_body(), 64 << 10);
@@ -91,6 +114,11 @@ fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
             "without a token this server answers to 127.0.0.1 and localhost, not to {name}"
         )));
     }
+    own_origin(headers)
+}
+
+fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
+    let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
     let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
     let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host);
     if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }

@@ -35,7 +35,7 @@ pub struct ErrorDetail {
 }
 
 /// Seconds after which a database that is away is worth another try.
-const RETRY_AFTER: HeaderValue = HeaderValue::from_static("2");
+pub(super) const RETRY_AFTER: HeaderValue = HeaderValue::from_static("2");
 
 impl Refusal {
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {

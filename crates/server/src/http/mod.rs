@@ -5,6 +5,7 @@ mod auth;
 mod error;
 mod health;
 mod intake;
+mod memory;
 mod orders;
 mod outbox;
 mod reference;
@@ -20,6 +21,7 @@ use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use postrider::{Entry, NewMessage, Outbox, clock};
+use postrider_memories::Memories;
 use postrider_orders::{NewOrder, Orders, Placed};
 use postrider_webhooks::{NewEvent, Published, Webhooks};
 use utoipa::OpenApi;
@@ -27,14 +29,16 @@ use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::error::Refusal;
 use self::intake::{Intake, Ways};
 use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
 use crate::metrics;
 use crate::parts::Parts;
 use crate::tokens::{Scope, Tokens};
+use crate::tools::Tools;
 
 pub use accept::{Limits, serve};
+pub use auth::Caller;
+pub use error::Refusal;
 pub use orders::ledger_view;
 
 /// Every request is answered within this time, or told that it was not.
@@ -52,6 +56,9 @@ pub struct App {
     pub meters: metrics::Shared,
     pub webhooks: Webhooks,
     pub orders: Orders,
+    /// Where `[memory]` is.
+    pub memories: Option<Memories>,
+    mcp: memory::Mcp,
     /// After the IETF's draft: 409 while in flight, 422 for another order.
     pub strict_orders: bool,
     placing: Intake<NewOrder, Placed>,
@@ -67,7 +74,8 @@ impl App {
         tokens_required: bool,
         meters: metrics::Shared,
     ) -> Arc<Self> {
-        let Parts { webhooks, orders } = parts;
+        let Parts { webhooks, orders, memories } = parts;
+        let tools = Tools { outbox: outbox.clone(), memories: memories.clone() };
         // A little less than the request has, so that the answer is still heard.
         let patience = DEADLINE - Duration::from_secs(2);
         let (queue, hooks, book) = (outbox.clone(), webhooks.clone(), orders.clone());
@@ -100,6 +108,8 @@ impl App {
             outbox,
             webhooks,
             orders,
+            memories,
+            mcp: memory::mcp_service(tools),
             strict_orders,
             tokens_required,
             meters,
@@ -117,6 +127,7 @@ impl App {
         (name = "outbox", description = "Messages: write, look, bring back"),
         (name = "webhooks", description = "Events, subscriptions, deliveries"),
         (name = "orders", description = "Orders to a broker, once per key"),
+        (name = "memory", description = "The memory gateway: store, query, audit"),
         (name = "lanes", description = "Lanes: hold and let go"),
         (name = "server", description = "The server itself"),
     )
@@ -139,6 +150,16 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         Scope::Read,
         OpenApiRouter::new().routes(routes!(orders::show)).routes(routes!(orders::ledger)),
     );
+    let remembering = |scope: Scope, routes: OpenApiRouter<Arc<App>>| of_lane(postrider_memories::LANE, scope, routes);
+    let remember = remembering(Scope::Enqueue, OpenApiRouter::new().routes(routes!(memory::store)));
+    let recall = remembering(
+        Scope::Read,
+        OpenApiRouter::new()
+            .routes(routes!(memory::query))
+            .routes(routes!(memory::report))
+            .routes(routes!(memory::audit)),
+    );
+    let reconcile = remembering(Scope::Operate, OpenApiRouter::new().routes(routes!(memory::reconcile)));
     let enqueue = group(
         Scope::Enqueue,
         OpenApiRouter::new().routes(routes!(outbox::enqueue)).routes(routes!(outbox::enqueue_batch)),
@@ -194,6 +215,9 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(publish)
         .merge(place)
         .merge(orders)
+        .merge(remember)
+        .merge(recall)
+        .merge(reconcile)
         .merge(read)
         .merge(look)
         .merge(operate)
@@ -211,7 +235,13 @@ pub fn router(app: &Arc<App>) -> Router {
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);
     let description = Arc::new(description);
+    // MCP describes itself; what a tool needs is asked when it is called.
+    let mcp = Router::new()
+        .route("/mcp", axum::routing::any(memory::mcp))
+        .layer(from_fn_with_state(app.clone(), auth::any))
+        .with_state(app.clone());
     router
+        .merge(mcp)
         .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
         .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
         .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })

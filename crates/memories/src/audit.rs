@@ -1,0 +1,189 @@
+//! The audit of the gateway's own writes, in two phases: `pending` before the memory service is called, then how it ended.
+
+use postrider::tx::{Dialect, Row, Tx, Value};
+use postrider::{Result, Timestamp};
+use serde::Serialize;
+use serde_json::{Value as Json, json};
+
+use crate::note::Note;
+
+/// How a write ended, or stands.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct End<'a> {
+    pub action: &'static str,
+    pub reason: String,
+    pub status: &'static str,
+    pub outbox_id: Option<i64>,
+    pub memory_id: Option<&'a str>,
+}
+
+impl End<'_> {
+    pub fn pending() -> Self {
+        End { action: "allow", reason: "memory_store".to_owned(), status: "pending", outbox_id: None, memory_id: None }
+    }
+}
+
+fn evidence(note: &Note, end: &End<'_>) -> Json {
+    json!({
+        "source": "gateway", "outbox_id": end.outbox_id, "memory_id": end.memory_id, "payload_sha": note.payload_sha,
+        "evidence_refs": note.evidence_refs, "extra": { "correlation_id": note.correlation_id },
+    })
+}
+
+fn json_sql(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Postgres { "?::text::jsonb" } else { "?" }
+}
+
+fn bigint(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Postgres { "?::bigint" } else { "?" }
+}
+
+fn text(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Postgres { "?::text" } else { "?" }
+}
+
+/// Writes the row of a store; its id.
+pub(crate) async fn write(tx: &mut (dyn Tx + Send), note: &Note, end: &End<'_>) -> Result<i64> {
+    let (space, sha) = (note.space.as_str(), note.payload_sha.as_str());
+    let actor = note.actor.as_deref();
+    let correlation_id = Some(note.correlation_id.as_str());
+    insert(tx, actor, space, sha, correlation_id, end, &evidence(note, end)).await
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(crate) async fn insert(
+    tx: &mut (dyn Tx + Send),
+    actor: Option<&str>,
+    space: &str,
+    payload_sha: &str,
+    correlation_id: Option<&str>,
+    end: &End<'_>,
+    evidence: &Json,
+) -> Result<i64> {
+    let mut params = Vec::with_capacity(12);
+    let created = tx.now().plus(0, &mut params);
+    let updated = tx.now().plus(0, &mut params);
+    params.extend([
+        actor.into(),
+        space.into(),
+        end.action.into(),
+        end.reason.as_str().into(),
+        end.status.into(),
+        payload_sha.into(),
+        correlation_id.into(),
+        end.outbox_id.into(),
+        Value::Text(evidence.to_string()),
+    ]);
+    let dialect = tx.dialect();
+    let sql = format!(
+        "INSERT INTO write_audit (created_at, updated_at, actor_user_id, target_space, action, reason, status, payload_sha, correlation_id, outbox_id, evidence_refs_json)
+         VALUES ({created}, {updated}, {text}, ?, ?, ?, ?, ?, {text}, {bigint}, {json})",
+        text = text(dialect),
+        bigint = bigint(dialect),
+        json = json_sql(dialect)
+    );
+    let rows = match dialect {
+        Dialect::Mysql => {
+            tx.execute(&sql, &params).await?;
+            tx.query("SELECT LAST_INSERT_ID()", &[]).await?
+        }
+        _ => tx.query(&format!("{sql} RETURNING audit_id"), &params).await?,
+    };
+    rows.first().ok_or_else(|| postrider::Error::database("an audit without an id"))?.int(0)
+}
+
+/// Ends a pending row; one that has ended is left alone.
+pub(crate) async fn end(tx: &mut (dyn Tx + Send), audit_id: i64, note: &Note, end: &End<'_>) -> Result<bool> {
+    finish(tx, audit_id, end, &evidence(note, end)).await
+}
+
+pub(crate) async fn finish(
+    tx: &mut (dyn Tx + Send),
+    audit_id: i64,
+    end: &End<'_>,
+    evidence: &Json,
+) -> Result<bool> {
+    let mut params: Vec<Value> =
+        vec![end.action.into(), end.reason.as_str().into(), end.status.into(), end.outbox_id.into()];
+    params.push(Value::Text(evidence.to_string()));
+    let now = tx.now().plus(0, &mut params);
+    params.push(audit_id.into());
+    let dialect = tx.dialect();
+    let sql = format!(
+        "UPDATE write_audit SET action = ?, reason = ?, status = ?, outbox_id = {}, evidence_refs_json = {}, updated_at = {now}
+         WHERE audit_id = ? AND status = 'pending'",
+        bigint(dialect),
+        json_sql(dialect)
+    );
+    Ok(tx.execute(&sql, &params).await? == 1)
+}
+
+/// One row, as it is shown.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AuditRow {
+    pub audit_id: i64,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+    pub actor_user_id: Option<String>,
+    pub target_space: Option<String>,
+    pub action: String,
+    pub reason: String,
+    pub status: String,
+    pub payload_sha: Option<String>,
+    pub correlation_id: Option<String>,
+    pub outbox_id: Option<i64>,
+    pub evidence_refs_json: Json,
+}
+
+/// Which rows are wanted.
+#[derive(Clone, Debug, Default)]
+pub struct AuditFilter {
+    pub correlation_id: Option<String>,
+    pub outbox_id: Option<i64>,
+    pub status: Option<String>,
+    /// Only rows with a smaller id: a page goes on where the last one ended.
+    pub before: Option<i64>,
+    pub limit: usize,
+}
+
+/// Newest first.
+pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &AuditFilter) -> Result<Vec<AuditRow>> {
+    let mut condition = "1 = 1".to_owned();
+    let mut params = Vec::new();
+    let wanted = [
+        ("correlation_id = ?", filter.correlation_id.as_deref().map(Value::from)),
+        ("outbox_id = ?", filter.outbox_id.map(Value::from)),
+        ("status = ?", filter.status.as_deref().map(Value::from)),
+        ("audit_id < ?", filter.before.map(Value::from)),
+    ];
+    for (part, value) in wanted {
+        if let Some(value) = value {
+            condition.push_str(&format!(" AND {part}"));
+            params.push(value);
+        }
+    }
+    let json = if tx.dialect() == Dialect::Postgres { "evidence_refs_json::text" } else { "evidence_refs_json" };
+    let sql = format!(
+        "SELECT audit_id, created_at, updated_at, actor_user_id, target_space, action, reason, status, payload_sha, correlation_id, outbox_id, {json}
+         FROM write_audit WHERE {condition} ORDER BY audit_id DESC LIMIT {}",
+        filter.limit
+    );
+    tx.query(&sql, &params).await?.iter().map(shown).collect()
+}
+
+fn shown(row: &Row) -> Result<AuditRow> {
+    Ok(AuditRow {
+        audit_id: row.int(0)?,
+        created_at: row.time(1)?,
+        updated_at: row.time(2)?,
+        actor_user_id: row.opt_text(3)?,
+        target_space: row.opt_text(4)?,
+        action: row.text(5)?,
+        reason: row.text(6)?,
+        status: row.text(7)?,
+        payload_sha: row.opt_text(8)?,
+        correlation_id: row.opt_text(9)?,
+        outbox_id: row.opt_int(10)?,
+        evidence_refs_json: serde_json::from_str(&row.text(11)?).unwrap_or(Json::Null),
+    })
+}

@@ -1,0 +1,141 @@
+//! A memory gateway on Postrider's outbox: writes to OpenMemory, and when it cannot, keeps the memory, says so, and brings
+//! it there later; every write is audited before and after.
+//!
+//! A memory is never in neither place: it is in the service, or in the outbox, or the caller was told that it failed.
+
+pub mod audit;
+pub mod breaker;
+pub mod note;
+pub mod terms;
+pub mod upstream;
+
+mod candidates;
+mod copies;
+mod courier;
+mod governance;
+mod index;
+mod query;
+mod reconcile;
+mod report;
+mod settling;
+mod store;
+mod tend;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use postrider::alerts::Alerts;
+use postrider::backoff::Backoff;
+use postrider::store::{Mode, transact};
+use postrider::tx::{BoxFuture, Tx};
+use postrider::worker::core::LaneSettings;
+use postrider::{LaneRules, Migration, Outbox, Result};
+
+pub use self::audit::{AuditFilter, AuditRow};
+use self::breaker::Breaker;
+pub use self::candidates::{Imported, NewCandidate};
+pub use self::courier::MemoryCourier;
+pub use self::note::{Governance, NewMemory, Note};
+pub use self::query::{Answer, Question, Recalled};
+pub use self::reconcile::Reconciled;
+pub use self::report::{AuditStats, OutboxStats, Report};
+pub use self::settling::Settling;
+pub use self::store::{Action, Stored, code};
+pub use self::tend::Capability;
+use self::upstream::OpenMemory;
+
+/// The outbox lane of memories.
+pub const LANE: &str = "memory";
+/// Who owns it: the command generic verbs point to.
+pub const OWNER: &str = "postrider memory";
+
+/// The tables of this part: versions 401 to 499.
+pub const MIGRATIONS: [Migration; 1] = [Migration {
+    version: 401,
+    name: "V401__memories",
+    sqlite: include_str!("../migrations/sqlite/V401__memories.sql"),
+    postgres: include_str!("../migrations/postgres/V401__memories.sql"),
+    mysql: include_str!("../migrations/mysql/V401__memories.sql"),
+}];
+
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub upstream: upstream::Settings,
+    /// Where a memory goes that names no space.
+    pub default_space: String,
+    /// Longest memory, in bytes.
+    pub max_bytes: usize,
+    /// Failures in a row after which nobody waits for the service any more.
+    pub breaker_failures: u32,
+    /// How often it is then looked whether it is back.
+    pub probe: Duration,
+}
+
+/// What the store must know of the lane. `settling` is shared with [`Memories::new`].
+pub fn lane_rules(settling: &Settling) -> LaneRules {
+    LaneRules {
+        on_settled: Some(Arc::new(settling.clone())),
+        owned_by: Some(OWNER),
+        dedup: true,
+        audit: true,
+        ..LaneRules::default()
+    }
+}
+
+/// How the lane is worked unless configured otherwise: 000's numbers.
+pub fn lane_settings() -> LaneSettings {
+    let mut settings = LaneSettings::new(LANE);
+    (settings.concurrency, settings.batch) = (10, 10);
+    (settings.lease, settings.poll) = (Duration::from_secs(120), Duration::from_millis(500));
+    settings.budgets.max_attempts = 5;
+    let (base, max) = (Duration::from_secs(60), Duration::from_secs(3600));
+    settings.budgets.backoff = Backoff::Exponential { base, max, jitter: 0.3 };
+    settings
+}
+
+/// Memories on one outbox. Cheap to clone.
+#[derive(Clone)]
+pub struct Memories(Arc<Inner>);
+
+struct Inner {
+    outbox: Outbox,
+    settings: Settings,
+    upstream: OpenMemory,
+    breaker: Breaker,
+    alerts: Option<Alerts>,
+    /// Why the service cannot be used, where that is ours to correct.
+    trouble: Mutex<Option<String>>,
+}
+
+impl Memories {
+    /// On an outbox whose lane [`LANE`] has [`lane_rules`] of the same settling.
+    pub fn new(outbox: Outbox, settings: Settings, settling: &Settling, alerts: Option<Alerts>) -> Result<Self> {
+        settling.open(alerts.clone());
+        let upstream = OpenMemory::new(settings.upstream.clone())?;
+        let breaker = Breaker::new(settings.breaker_failures);
+        let outbox = outbox.owning(OWNER);
+        let trouble = Mutex::new(None);
+        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, trouble })))
+    }
+
+    pub fn default_space(&self) -> &str {
+        &self.0.settings.default_space
+    }
+
+    async fn transact<R, F>(&self, mode: Mode, work: F) -> Result<R>
+    where
+        R: Send + 'static,
+        F: for<'a> FnMut(&'a mut (dyn Tx + Send)) -> BoxFuture<'a, Result<R>> + Send + 'static,
+    {
+        transact(&**self.0.outbox.store(), mode, work).await
+    }
+
+    /// The audit, newest first.
+    pub async fn audit(&self, filter: AuditFilter) -> Result<Vec<AuditRow>> {
+        self.transact(Mode::Read, move |tx| {
+            let filter = filter.clone();
+            Box::pin(async move { audit::list(tx, &filter).await })
+        })
+        .await
+    }
+}

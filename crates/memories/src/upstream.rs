@@ -1,0 +1,310 @@
+//! OpenMemory over HTTP, in both of its dialects, which its `/health` tells apart. It is asked once per call: what to do
+//! about a failure is for the caller, and [`classify`] says whose it is.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
+use http::{HeaderMap, HeaderValue, Method, Request};
+use http_body_util::Full;
+use postrider::couriers::exchange::{Answer, Exchange, System, retry_after};
+use postrider::outcome::Reach;
+use postrider::{Error, Result};
+use serde_json::{Value, json};
+use url::Url;
+
+/// Most bytes of an answer.
+const MOST_BODY: usize = 4 << 20;
+
+/// Which of its two servers it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    Js,
+    Py,
+}
+
+/// Whose fault a failure is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blame {
+    /// The memory's: it would fail again.
+    Memory,
+    /// Ours: a key, an address, a configuration. Nothing is lost over it.
+    Ours,
+    /// The service's: later may be better.
+    Service,
+}
+
+/// A call that failed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fault {
+    /// `SCREAMING_SNAKE`: `HTTP_503`, `TIMEOUT`, `NO_ID`, …
+    pub code: String,
+    pub message: String,
+    pub blame: Blame,
+    pub reach: Reach,
+    pub retry_after: Option<Duration>,
+}
+
+impl Fault {
+    fn new(code: impl Into<String>, message: impl Into<String>, blame: Blame, reach: Reach) -> Self {
+        Fault { code: code.into(), message: message.into(), blame, reach, retry_after: None }
+    }
+
+    /// As the audit names it: `openmemory_write_failed:<class>`.
+    pub fn class(&self) -> String {
+        self.code.to_ascii_lowercase()
+    }
+
+    pub fn not_configured() -> Self {
+        Fault::new("NOT_CONFIGURED", "no url of OpenMemory is configured in [memory]", Blame::Ours, Reach::NeverSent)
+    }
+}
+
+/// Something it found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Match {
+    pub id: String,
+    pub content: String,
+    pub score: Option<f64>,
+}
+
+/// A memory to add.
+#[derive(Clone, Debug)]
+pub struct Addition<'a> {
+    pub content: &'a str,
+    pub tags: Vec<&'a str>,
+    pub metadata: Value,
+}
+
+/// Where its key is kept; asked again when the service refuses the one we have.
+pub type KeySource = Arc<dyn Fn() -> Result<Option<String>, String> + Send + Sync>;
+
+#[derive(Clone)]
+pub struct Settings {
+    pub url: Option<Url>,
+    pub key: KeySource,
+    pub timeout: Duration,
+}
+
+impl std::fmt::Debug for Settings {
+    /// The key is a secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Settings").field("timeout", &self.timeout).finish_non_exhaustive()
+    }
+}
+
+/// A client of one OpenMemory.
+pub struct OpenMemory {
+    exchange: Exchange,
+    settings: Settings,
+    /// Found out at the first call, and again after a failure.
+    dialect: Mutex<Option<Dialect>>,
+    key: Mutex<Option<HeaderValue>>,
+}
+
+impl OpenMemory {
+    pub fn new(settings: Settings) -> Result<Self> {
+        let exchange = Exchange::new(Arc::new(System), settings.timeout)?;
+        let key = header_of(&settings)?;
+        Ok(OpenMemory { exchange, settings, dialect: Mutex::new(None), key: Mutex::new(key) })
+    }
+
+    /// Is it there, and which is it?
+    pub async fn health(&self) -> Result<Dialect, Fault> {
+        let (status, body) = self.call(Method::GET, "/health", None).await?;
+        if !(200..300).contains(&status.0) {
+            return Err(classify(status.0, &body, &status.1));
+        }
+        let dialect = dialect_of(&body).ok_or_else(|| {
+            let what = "what answers at /health is no OpenMemory; correct [memory] url";
+            Fault::new("NOT_OPENMEMORY", what, Blame::Ours, Reach::Answered)
+        })?;
+        *self.dialect.lock().unwrap_or_else(PoisonError::into_inner) = Some(dialect);
+        Ok(dialect)
+    }
+
+    /// Writes a memory; its id. An answer without one is a failure.
+    pub async fn add(&self, addition: &Addition<'_>) -> Result<String, Fault> {
+        self.known_dialect().await?;
+        let body = json!({ "content": addition.content, "tags": addition.tags, "metadata": addition.metadata });
+        let body = self.ask("/memory/add", &body).await?;
+        id_of(&body).ok_or_else(|| {
+            Fault::new("NO_ID", "OpenMemory answered without an id", Blame::Service, Reach::Unknown)
+        })
+    }
+
+    pub async fn query(&self, question: &str, k: usize) -> Result<Vec<Match>, Fault> {
+        let (path, body, list) = match self.known_dialect().await? {
+            Dialect::Js => ("/memory/query", json!({ "query": question, "k": k }), "matches"),
+            Dialect::Py => ("/memory/search", json!({ "query": question, "limit": k }), "results"),
+        };
+        let body = self.ask(path, &body).await?;
+        let strange = || Fault::new("RESPONSE_INVALID", "no list of matches", Blame::Service, Reach::Answered);
+        let found = body.get(list).and_then(Value::as_array).ok_or_else(strange)?;
+        Ok(found.iter().filter_map(match_of).collect())
+    }
+
+    async fn known_dialect(&self) -> Result<Dialect, Fault> {
+        let known = *self.dialect.lock().unwrap_or_else(PoisonError::into_inner);
+        match known {
+            Some(dialect) => Ok(dialect),
+            None => self.health().await,
+        }
+    }
+
+    async fn ask(&self, path: &str, body: &Value) -> Result<Value, Fault> {
+        let mut answer = self.call(Method::POST, path, Some(body)).await;
+        if matches!(&answer, Ok((status, _)) if matches!(status.0, 401 | 403)) && self.renew_key() {
+            answer = self.call(Method::POST, path, Some(body)).await;
+        }
+        let forget = || *self.dialect.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let (status, body) = answer.inspect_err(|_| forget())?;
+        if (200..300).contains(&status.0) {
+            return Ok(body);
+        }
+        forget();
+        Err(classify(status.0, &body, &status.1))
+    }
+
+    /// Reads the key again from where it is kept; was it changed?
+    fn renew_key(&self) -> bool {
+        let Ok(fresh) = header_of(&self.settings) else { return false };
+        let mut key = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed = *key != fresh;
+        *key = fresh;
+        changed
+    }
+
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<((u16, Option<Duration>), Value), Fault> {
+        let url = self.settings.url.as_ref().ok_or_else(Fault::not_configured)?;
+        let address = format!("{}{path}", url.as_str().trim_end_matches('/'));
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
+        if let Some(key) = &*self.key.lock().unwrap_or_else(PoisonError::into_inner) {
+            headers.insert(AUTHORIZATION, key.clone());
+        }
+        let bytes = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));
+        let request = Request::builder().method(method).uri(address).body(Full::new(bytes));
+        let mut request = request
+            .map_err(|e| Fault::new("BAD_URL", e.to_string(), Blame::Ours, Reach::NeverSent))?;
+        *request.headers_mut() = headers;
+        match self.exchange.ask(request, self.settings.timeout, MOST_BODY).await {
+            Answer::Answered { status, headers, body, whole, .. } => {
+                if status.is_success() && !whole {
+                    let what = "the answer broke off";
+                    return Err(Fault::new("RESPONSE_INVALID", what, Blame::Service, Reach::Unknown));
+                }
+                let body = serde_json::from_slice(&body).unwrap_or(Value::Null);
+                Ok(((status.as_u16(), retry_after(&headers)), body))
+            }
+            Answer::Unanswered { code, cause, reach, .. } => Err(Fault::new(code, cause, Blame::Service, reach)),
+        }
+    }
+}
+
+fn header_of(settings: &Settings) -> Result<Option<HeaderValue>> {
+    let wrong = |e: String| Error::invalid(format!("[memory] api_key: {e}"));
+    let Some(key) = (settings.key)().map_err(wrong)? else { return Ok(None) };
+    let mut value = HeaderValue::from_str(&format!("Bearer {}", key.trim()))
+        .map_err(|_| Error::invalid("[memory] api_key cannot stand in a header"))?;
+    value.set_sensitive(true);
+    Ok(Some(value))
+}
+
+/// Which dialect a `/health` speaks.
+fn dialect_of(body: &Value) -> Option<Dialect> {
+    if body.get("ok") == Some(&Value::Bool(true)) {
+        return Some(Dialect::Js);
+    }
+    (body.get("status").and_then(Value::as_str) == Some("ok")).then_some(Dialect::Py)
+}
+
+/// `{"id"}` or `{"success":true,"data":{"id"}}`.
+fn id_of(body: &Value) -> Option<String> {
+    let id = body.get("id").or_else(|| body.get("data").and_then(|data| data.get("id")))?;
+    text_of(id).filter(|id| !id.is_empty() && id.len() <= 500)
+}
+
+fn text_of(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(number) => Some(number.to_string()),
+        _ => None,
+    }
+}
+
+fn match_of(found: &Value) -> Option<Match> {
+    Some(Match {
+        id: text_of(found.get("id")?)?,
+        content: found.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
+        score: found.get("score").and_then(Value::as_f64),
+    })
+}
+
+/// Whose fault an answer is that is no success.
+fn classify(status: u16, body: &Value, retry_after: &Option<Duration>) -> Fault {
+    let said = ["error", "err", "detail", "message"].iter().find_map(|name| body.get(name));
+    let said = said.map_or(String::new(), |said| text_of(said).unwrap_or_else(|| said.to_string()));
+    let not_configured = said.contains("auth_not_configured");
+    let blame = match status {
+        400 | 413 | 422 => Blame::Memory,
+        401 | 403 | 404 | 405 => Blame::Ours,
+        503 if not_configured => Blame::Ours,
+        300..=399 => Blame::Ours,
+        _ => Blame::Service,
+    };
+    let message: String = format!("OpenMemory answered {status} {said}").trim_end().chars().take(300).collect();
+    // A server that failed may have applied it all the same.
+    let reach = if status >= 500 && !not_configured { Reach::Unknown } else { Reach::Answered };
+    let asked = body.get("retry_after").and_then(Value::as_u64).map(Duration::from_secs);
+    Fault { retry_after: retry_after.or(asked), ..Fault::new(format!("HTTP_{status}"), message, blame, reach) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whose_fault_it_is() {
+        for (status, body, blame) in [
+            (400, json!({"error": "invalid_input"}), Blame::Memory),
+            (413, Value::Null, Blame::Memory),
+            (422, json!({"detail": [{"loc": ["content"]}]}), Blame::Memory),
+            (401, json!({"error": "authentication_required"}), Blame::Ours),
+            (403, json!({"error": "invalid_api_key"}), Blame::Ours),
+            (404, Value::Null, Blame::Ours),
+            (405, Value::Null, Blame::Ours),
+            (302, Value::Null, Blame::Ours),
+            (503, json!({"error": "auth_not_configured"}), Blame::Ours),
+            (503, Value::Null, Blame::Service),
+            (500, json!({"err": "boom"}), Blame::Service),
+            (408, Value::Null, Blame::Service),
+            (429, json!({"error": "rate_limit_exceeded", "retry_after": 60}), Blame::Service),
+            (418, Value::Null, Blame::Service),
+        ] {
+            assert_eq!(classify(status, &body, &None).blame, blame, "{status} {body}");
+        }
+        let limited = classify(429, &json!({"retry_after": 60}), &None);
+        assert_eq!((limited.class().as_str(), limited.retry_after), ("http_429", Some(Duration::from_secs(60))));
+    }
+
+    #[test]
+    fn ids_and_dialects() {
+        assert_eq!(dialect_of(&json!({"ok": true, "version": "1"})), Some(Dialect::Js));
+        assert_eq!(dialect_of(&json!({"status": "ok"})), Some(Dialect::Py));
+        assert_eq!(dialect_of(&json!({"status": "down"})), None);
+        assert_eq!(id_of(&json!({"id": "a", "deduplicated": true})).as_deref(), Some("a"));
+        assert_eq!(id_of(&json!({"success": true, "data": {"id": 7}})).as_deref(), Some("7"));
+        for nothing in [json!({}), json!({"id": ""}), json!({"id": null}), json!({"data": {}})] {
+            assert_eq!(id_of(&nothing), None, "{nothing}");
+        }
+    }
+}

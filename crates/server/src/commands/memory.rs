@@ -1,0 +1,225 @@
+//! `postrider memory`: store, query, flush, complete the audit, and say what projects allow.
+
+use std::io::{BufRead, Read};
+use std::path::Path;
+
+use postrider::store::Requeued;
+use postrider_memories::{
+    Action, AuditFilter, AuditRow, Imported, LANE, Memories, NewCandidate, NewMemory, Question, Stored,
+};
+use serde_json::{Value, json};
+
+use super::worker::build;
+use crate::cli::{self, Govern, StoreMemory};
+use crate::config::Config;
+use crate::database;
+use crate::failure::{Ending, Failure, Result};
+use crate::mcp::new_correlation_id;
+use crate::output::{Output, count};
+use crate::parts::{self, Parts};
+use crate::table::Table;
+use crate::tools;
+
+/// Candidates of one transaction.
+const BATCH: usize = 500;
+
+pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<Ending> {
+    let outbox = database::open_ready(config).await?;
+    let memories = parts::memories(config, &outbox)?;
+    let ending = match args {
+        cli::Memory::Store(args) => store(&memories, args, output).await,
+        cli::Memory::Query { query, spaces, top_k } => {
+            let spaces = (!spaces.is_empty()).then_some(spaces);
+            let correlation_id = new_correlation_id();
+            let question = Question { query, spaces, top_k: Some(top_k as usize), correlation_id };
+            ask(&memories, question, output).await
+        }
+        cli::Memory::Flush => flush(config, &outbox, output).await,
+        cli::Memory::Requeue { ids } => requeue(&memories, &ids, output).await,
+        cli::Memory::Reconcile { report } => {
+            let found = memories.reconcile(!report).await?;
+            output.show(&found, || {
+                format!(
+                    "{} looked at: {} without audit, {} pending without an end, {} repaired",
+                    found.scanned, found.missing_audit, found.stale_pending, found.repaired
+                )
+            })?;
+            Ok(Ending::failed_if(report && found.missing_audit + found.stale_pending > 0))
+        }
+        cli::Memory::Audit { correlation_id, outbox_id, limit } => {
+            let filter =
+                AuditFilter { correlation_id, outbox_id, status: None, before: None, limit: limit as usize };
+            let rows = memories.audit(filter).await?;
+            output.show(&json!({ "items": rows }), || audit_table(&rows))?;
+            Ok(Ending::Done)
+        }
+        cli::Memory::Candidates(cli::Candidates::Import { file }) => import(&memories, &file, output).await,
+        cli::Memory::Govern(args) => govern(&memories, args, output).await,
+    };
+    outbox.flush().await;
+    ending
+}
+
+async fn store(memories: &Memories, args: StoreMemory, output: Output) -> Result<Ending> {
+    let mut payload_md = args.text;
+    if payload_md == "-" {
+        payload_md.clear();
+        let read = std::io::stdin().read_to_string(&mut payload_md);
+        read.map_err(|e| Failure::usage(format!("cannot read standard input: {e}")))?;
+    }
+    let stored = memories
+        .store(NewMemory {
+            payload_md,
+            target_space: args.space,
+            kind: args.kind,
+            evidence_refs: args.evidence.into_iter().map(Value::String).collect(),
+            actor_user_id: args.actor,
+            correlation_id: new_correlation_id(),
+            ..NewMemory::default()
+        })
+        .await;
+    if stored.error == Some(postrider_memories::code::INVALID_MEMORY) {
+        return Err(Failure::usage(stored.message));
+    }
+    let (action, unreachable) = (stored.action, stored.action == Action::Error);
+    let told = told(&stored);
+    output.show(&tools::stored(stored).body, || told.clone())?;
+    if unreachable {
+        return Err(Failure::unreachable(told));
+    }
+    Ok(Ending::failed_if(action == Action::Reject))
+}
+
+fn told(stored: &Stored) -> String {
+    match (&stored.memory_id, stored.outbox_id) {
+        (Some(id), _) => format!("{} as {id}", stored.message),
+        (None, Some(id)) => format!("{} (as message {id})", stored.message),
+        (None, None) => stored.message.clone(),
+    }
+}
+
+async fn ask(memories: &Memories, question: Question, output: Output) -> Result<Ending> {
+    let answer = memories.query(question).await?;
+    output.show(&answer, || {
+        let mut text = String::new();
+        if answer.degraded {
+            text.push_str(&format!("{}\n\n", answer.message));
+        }
+        for found in &answer.results {
+            let space = found.space.as_deref().unwrap_or("-");
+            text.push_str(&format!("[{} {space}]\n{}\n\n", found.source, found.content.trim_end()));
+        }
+        text.push_str(&count(answer.total as u64, "result"));
+        text
+    })?;
+    Ok(Ending::Done)
+}
+
+async fn flush(config: &Config, outbox: &postrider::Outbox, output: Output) -> Result<Ending> {
+    let parts = Parts::open(config, outbox).await?;
+    if let Some(memories) = &parts.memories {
+        memories.wake().await?;
+    }
+    let report = build(config, outbox, &parts, &[(LANE, config.lane(LANE)?)], output, None).await?;
+    let report = report.once().run(std::future::pending()).await?;
+    let tally = report.into_iter().next().map(|(_, tally)| tally).unwrap_or_default();
+    let left = outbox.depths().await?.get(LANE).map_or(0, |lane| lane.pending + lane.leased);
+    let shown = json!({
+        "sent": tally.sent, "dedup_hits": tally.dedup_hits, "retried": tally.retried, "dead": tally.dead,
+        "deferred": tally.deferred, "conflicts": tally.conflicts, "left": left,
+    });
+    output.show(&shown, || {
+        format!("{} written, {} retried, {} given up; {left} left", tally.sent, tally.retried, tally.dead)
+    })?;
+    Ok(Ending::failed_if(left > 0 || tally.dead > 0))
+}
+
+async fn requeue(memories: &Memories, ids: &[i64], output: Output) -> Result<Ending> {
+    let requeued = memories.requeue(ids).await?;
+    let results: Vec<Value> =
+        ids.iter().zip(&requeued).map(|(id, outcome)| json!({ "id": id, "outcome": outcome })).collect();
+    output.show(&json!({ "results": results }), || {
+        let mut table = Table::new(["id", "outcome"]);
+        for (id, outcome) in ids.iter().zip(&requeued) {
+            let told = match outcome {
+                Requeued::Requeued => "requeued",
+                Requeued::NotDead => "not dead",
+                Requeued::Conflict => "another message has taken its place",
+            };
+            table.row([id.to_string(), told.to_owned()]);
+        }
+        table.render()
+    })?;
+    Ok(Ending::failed_if(requeued.iter().any(|outcome| *outcome != Requeued::Requeued)))
+}
+
+fn audit_table(rows: &[AuditRow]) -> String {
+    let mut table = Table::new(["id", "at", "space", "action", "status", "reason", "outbox", "correlation"]);
+    for row in rows {
+        table.row([
+            row.audit_id.to_string(),
+            row.created_at.to_string(),
+            row.target_space.clone().unwrap_or_default(),
+            row.action.clone(),
+            row.status.clone(),
+            row.reason.clone(),
+            row.outbox_id.map(|id| id.to_string()).unwrap_or_default(),
+            row.correlation_id.clone().unwrap_or_default(),
+        ]);
+    }
+    table.render()
+}
+
+/// A bad line stops the import; all batches before it are committed, and doing it again does no harm.
+async fn import(memories: &Memories, file: &Path, output: Output) -> Result<Ending> {
+    let unreadable = |e: std::io::Error| Failure::usage(format!("cannot read {}: {e}", file.display()));
+    let reader: Box<dyn BufRead> = match file.as_os_str() == "-" {
+        true => Box::new(std::io::stdin().lock()),
+        false => Box::new(std::io::BufReader::new(std::fs::File::open(file).map_err(unreadable)?)),
+    };
+    let (mut sum, mut batch) = (Imported::default(), Vec::new());
+    for (n, line) in reader.lines().enumerate() {
+        let line = line.map_err(unreadable)?;
+        if !line.trim().is_empty() {
+            let wrong = |e| Failure::usage(format!("line {}: {e}; {} were imported before it", n + 1, sum.imported));
+            batch.push(serde_json::from_str::<NewCandidate>(&line).map_err(wrong)?);
+        }
+        if batch.len() == BATCH {
+            sum += memories.import(std::mem::take(&mut batch)).await?;
+        }
+    }
+    sum += memories.import(batch).await?;
+    output.show(&sum, || {
+        format!("{} imported, {} known before", count(sum.imported, "candidate"), sum.known)
+    })?;
+    Ok(Ending::Done)
+}
+
+async fn govern(memories: &Memories, args: Govern, output: Output) -> Result<Ending> {
+    let mut rules = memories.governance(&args.project).await?;
+    let changes = args.team_write.is_some() || args.kinds.is_some() || args.max_length.is_some();
+    if let Some(enabled) = args.team_write {
+        rules.team_write_enabled = enabled;
+    }
+    if let Some(kinds) = args.kinds {
+        let list = || kinds.split(',').map(|kind| kind.trim().to_owned()).filter(|kind| !kind.is_empty()).collect();
+        rules.allowed_kinds = (kinds.trim() != "any").then(list);
+    }
+    if let Some(most) = args.max_length {
+        rules.max_length = Some(most).filter(|most| *most > 0);
+    }
+    if changes {
+        let user = std::env::var("USER").unwrap_or_else(|_| "unknown".to_owned());
+        memories.govern(rules.clone(), &user).await?;
+    }
+    output.show(&rules, || {
+        format!(
+            "project {}: team space {}, kinds {}, length {}",
+            rules.project_key,
+            if rules.team_write_enabled { "open" } else { "closed" },
+            rules.allowed_kinds.as_ref().map_or("any".to_owned(), |kinds| kinds.join(", ")),
+            rules.max_length.map_or("any".to_owned(), |most| format!("at most {most} characters")),
+        )
+    })?;
+    Ok(Ending::Done)
+}

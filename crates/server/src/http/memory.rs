@@ -1,0 +1,370 @@
+//! The memory gateway over HTTP: the routes of `/memory`, the audit, and `/mcp`, which takes both MCP and the plain
+//! `{"tool","arguments"}` body.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Extension, Query, Request, State};
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use postrider_memories::{AuditFilter, AuditRow, Memories};
+use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
+use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::{IntoParams, ToSchema};
+
+use super::error::{ErrorBody, ErrorDetail, Refusal};
+use super::request::{cursor, listing, page_of};
+use super::{App, CORRELATION_ID, Caller, MOST_BODY};
+use crate::mcp;
+use crate::tools::{Answered, Tools};
+
+/// A memory to store.
+#[derive(Deserialize, ToSchema)]
+#[allow(dead_code)] // it only describes: the tool reads it
+#[serde(deny_unknown_fields)]
+pub struct StoreBody {
+    /// What to remember, in Markdown.
+    #[schema(min_length = 1, example = "We chose SQLite by default: one file, no server.")]
+    payload_md: String,
+    /// Who shares it.
+    #[schema(example = "team:payments")]
+    target_space: Option<String>,
+    kind: Option<String>,
+    #[schema(value_type = Option<Vec<Value>>)]
+    evidence_refs: Option<Vec<Value>>,
+    #[schema(value_type = Option<Object>)]
+    meta_json: Option<Value>,
+    actor_user_id: Option<String>,
+    skip: Option<Vec<String>>,
+}
+
+/// What became of it; the same fields whatever happened.
+#[derive(ToSchema)]
+#[allow(dead_code)]
+pub struct StoreAnswer {
+    ok: bool,
+    /// `allow`, `deferred`, `reject` or `error`.
+    #[schema(pattern = "^(allow|deferred|reject|error)$")]
+    action: String,
+    /// The message that will bring it, when deferred.
+    outbox_id: Option<i64>,
+    correlation_id: String,
+    space_written: Option<String>,
+    memory_id: Option<String>,
+    #[schema(value_type = Vec<Value>)]
+    evidence_refs: Vec<Value>,
+    message: String,
+    deduplicated: bool,
+    payload_sha: Option<String>,
+    /// Only when it was not taken.
+    error: Option<ErrorDetail>,
+}
+
+/// A question.
+#[derive(Deserialize, ToSchema)]
+#[allow(dead_code)]
+#[serde(deny_unknown_fields)]
+pub struct QueryBody {
+    #[schema(min_length = 1, example = "which database")]
+    query: String,
+    /// Left out: all.
+    spaces: Option<Vec<String>>,
+    #[schema(minimum = 1, maximum = 100)]
+    top_k: Option<u32>,
+}
+
+/// One thing that was found.
+#[derive(ToSchema)]
+#[allow(dead_code)]
+pub struct RecalledView {
+    memory_id: Option<String>,
+    content: String,
+    score: Option<f64>,
+    space: Option<String>,
+    /// `openmemory`; degraded: `memory_writes`, `outbox_memory`, `knowledge_candidates` or `logbook_events`.
+    source: String,
+    kind: Option<String>,
+    outbox_id: Option<i64>,
+    #[schema(format = "date-time")]
+    created_at: Option<String>,
+}
+
+#[derive(ToSchema)]
+#[allow(dead_code)]
+pub struct QueryAnswer {
+    ok: bool,
+    results: Vec<RecalledView>,
+    total: usize,
+    spaces_searched: Vec<String>,
+    /// The memory service could not be asked.
+    degraded: bool,
+    message: String,
+    correlation_id: String,
+}
+
+/// One row of `write_audit`.
+#[derive(Serialize, ToSchema)]
+pub struct AuditView {
+    audit_id: i64,
+    #[schema(format = "date-time")]
+    created_at: String,
+    #[schema(format = "date-time")]
+    updated_at: String,
+    actor_user_id: Option<String>,
+    target_space: Option<String>,
+    /// `allow`, `redirect` or `reject`.
+    action: String,
+    reason: String,
+    /// `pending`, `success`, `redirected` or `failed`.
+    status: String,
+    payload_sha: Option<String>,
+    correlation_id: Option<String>,
+    outbox_id: Option<i64>,
+    #[schema(value_type = Object)]
+    evidence_refs_json: Value,
+}
+
+impl From<AuditRow> for AuditView {
+    fn from(row: AuditRow) -> Self {
+        AuditView {
+            audit_id: row.audit_id,
+            created_at: row.created_at.to_string(),
+            updated_at: row.updated_at.to_string(),
+            actor_user_id: row.actor_user_id,
+            target_space: row.target_space,
+            action: row.action,
+            reason: row.reason,
+            status: row.status,
+            payload_sha: row.payload_sha,
+            correlation_id: row.correlation_id,
+            outbox_id: row.outbox_id,
+            evidence_refs_json: row.evidence_refs_json,
+        }
+    }
+}
+
+listing!(AuditRows, AuditView);
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct AuditQuery {
+    correlation_id: Option<String>,
+    outbox_id: Option<i64>,
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+#[derive(Deserialize, ToSchema, Default)]
+#[serde(deny_unknown_fields)]
+pub struct ReconcileBody {
+    /// Only count, repair nothing.
+    #[serde(default)]
+    report: bool,
+}
+
+#[derive(ToSchema)]
+#[allow(dead_code)]
+pub struct ReconcileAnswer {
+    scanned: usize,
+    missing_audit: usize,
+    stale_pending: usize,
+    repaired: usize,
+}
+
+impl IntoResponse for Answered {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body)).into_response();
+        if self.status == StatusCode::SERVICE_UNAVAILABLE {
+            response.headers_mut().insert(header::RETRY_AFTER, super::error::RETRY_AFTER);
+        }
+        response
+    }
+}
+
+fn tools(app: &App) -> Tools {
+    Tools { outbox: app.outbox.clone(), memories: app.memories.clone() }
+}
+
+fn correlation_id(headers: &HeaderMap) -> &str {
+    headers.get(&CORRELATION_ID).and_then(|id| id.to_str().ok()).unwrap_or_default()
+}
+
+async fn call(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    tool: &str,
+    body: Result<Json<Map<String, Value>>, JsonRejection>,
+) -> Result<Answered, Refusal> {
+    tools(app).call(caller, tool, body?.0, correlation_id(headers)).await
+}
+
+/// Store a memory
+///
+/// 200 once it is in OpenMemory; 202 when it is queued and will be brought there (`deferred`). Storing the same text again
+/// is harmless.
+#[utoipa::path(
+    post, path = "/memory/store", tag = "memory", request_body = StoreBody,
+    responses(
+        (status = 200, description = "Written", body = StoreAnswer),
+        (status = 202, description = "Deferred: queued, and written later", body = StoreAnswer),
+        (status = 403, description = "`reject`: the project or OpenMemory does not take it", body = StoreAnswer),
+        (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
+        (status = 422, description = "It cannot be stored as it is", body = ErrorBody),
+        (status = 503, description = "`AUDIT_WRITE_FAILED`, `OUTBOX_ENQUEUE_FAILED`: try again later", body = StoreAnswer),
+    )
+)]
+pub async fn store(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Result<Json<Map<String, Value>>, JsonRejection>,
+) -> Result<Answered, Refusal> {
+    call(&app, &caller, &headers, "memory_store", body).await
+}
+
+/// Look into memory
+///
+/// OpenMemory is asked; when it cannot be, the answer comes from local copies by keywords, with `degraded: true`.
+#[utoipa::path(
+    post, path = "/memory/query", tag = "memory", request_body = QueryBody,
+    responses(
+        (status = 200, description = "What was found", body = QueryAnswer),
+        (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
+        (status = 422, description = "The question is not right", body = ErrorBody),
+    )
+)]
+pub async fn query(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Result<Json<Map<String, Value>>, JsonRejection>,
+) -> Result<Answered, Refusal> {
+    call(&app, &caller, &headers, "memory_query", body).await
+}
+
+/// How reliable memory was
+#[utoipa::path(
+    get, path = "/reliability/report", tag = "memory",
+    responses(
+        (status = 200, description = "Numbers of the outbox and the audit", body = Object),
+        (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
+    )
+)]
+pub async fn report(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+) -> Result<Answered, Refusal> {
+    call(&app, &caller, &headers, "reliability_report", Ok(Json(Map::new()))).await
+}
+
+/// Complete the audit
+///
+/// Writes without their audit and audits without their end are found and completed; no message is changed.
+#[utoipa::path(
+    post, path = "/v1/reconcile", tag = "memory", request_body = Option<ReconcileBody>,
+    responses(
+        (status = 200, description = "What was found and done", body = ReconcileAnswer),
+        (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
+    )
+)]
+pub async fn reconcile(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: axum::body::Bytes,
+) -> Result<Answered, Refusal> {
+    let arguments = match body.is_empty() {
+        true => Map::new(),
+        false => serde_json::from_slice(&body).map_err(|e| Refusal::invalid(format!("the body is no object: {e}")))?,
+    };
+    call(&app, &caller, &headers, "reconcile", Ok(Json(arguments))).await
+}
+
+/// The audit of writes, newest first
+#[utoipa::path(
+    get, path = "/v1/audit", tag = "memory", params(AuditQuery),
+    responses(
+        (status = 200, description = "Rows of write_audit", body = AuditRows),
+        (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
+    )
+)]
+pub async fn audit(
+    State(app): State<Arc<App>>,
+    query: Result<Query<AuditQuery>, QueryRejection>,
+) -> Result<Json<AuditRows>, Refusal> {
+    let Query(wanted) = query?;
+    let (limit, before) = page_of(wanted.limit, wanted.cursor.as_ref())?;
+    let filter = AuditFilter {
+        correlation_id: wanted.correlation_id,
+        outbox_id: wanted.outbox_id,
+        status: None,
+        before,
+        limit: limit as usize,
+    };
+    let rows = memories(&app)?.audit(filter).await?;
+    let next = rows.last().filter(|_| rows.len() == limit as usize).map(|row| row.audit_id);
+    Ok(Json(AuditRows { items: rows.into_iter().map(AuditView::from).collect(), next_cursor: cursor(next) }))
+}
+
+fn memories(app: &App) -> Result<&Memories, Refusal> {
+    app.memories.as_ref().ok_or_else(|| {
+        let what = "this server has no memory gateway; say where OpenMemory is, with [memory] url in postrider.toml";
+        Refusal::new(StatusCode::NOT_FOUND, "MEMORY_NOT_CONFIGURED", what)
+    })
+}
+
+/// The SDK's side of `/mcp`. Every request stands alone: no session is kept, so any server of a fleet may answer it.
+pub type Mcp = StreamableHttpService<mcp::Server, LocalSessionManager>;
+
+pub fn mcp_service(tools: Tools) -> Mcp {
+    // Hosts and origins are judged by our own guard, which knows about tokens.
+    let config = StreamableHttpServerConfig::default()
+        .with_legacy_session_mode(false)
+        .with_json_response(true)
+        .with_max_request_body_bytes(MOST_BODY)
+        .disable_allowed_hosts();
+    StreamableHttpService::new(
+        move || Ok(mcp::Server { tools: tools.clone(), caller: None }),
+        Arc::new(LocalSessionManager::default()),
+        config,
+    )
+}
+
+/// A plain call of a tool.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToolCall {
+    tool: String,
+    #[serde(default)]
+    arguments: Map<String, Value>,
+}
+
+/// `/mcp`: MCP over streamable HTTP, and a tool's name with its arguments.
+pub async fn mcp(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    let too_large = || Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE", "the body is too large");
+    let bytes = axum::body::to_bytes(body, MOST_BODY).await.map_err(|_| too_large())?;
+    let plain = serde_json::from_slice::<Value>(&bytes).ok().filter(|body| body.get("tool").is_some());
+    if let Some(body) = plain {
+        let wrong = |e: serde_json::Error| {
+            Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", format!("send {{\"tool\",\"arguments\"}}: {e}"))
+        };
+        let call: ToolCall = serde_json::from_value(body).map_err(wrong)?;
+        let id = correlation_id(&parts.headers);
+        return Ok(tools(&app).call(&caller, &call.tool, call.arguments, id).await?.into_response());
+    }
+    let request = Request::from_parts(parts, Body::from(bytes));
+    let response = app.mcp.handle(request).await;
+    Ok(response.map(Body::new))
+}

@@ -1,0 +1,358 @@
+//! The tools of the gateway, as models and programs call them: by name, with a JSON object, answered with one. MCP, the
+//! plain `{"tool","arguments"}` body and the routes of `/memory` are all this.
+
+use axum::http::StatusCode;
+use postrider::Outbox;
+use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Stored};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::http::{Caller, Refusal};
+use crate::tokens::Scope;
+
+/// What a caller is answered.
+pub struct Answered {
+    pub status: StatusCode,
+    pub body: Value,
+}
+
+impl Answered {
+    fn ok(body: Value) -> Self {
+        Answered { status: StatusCode::OK, body }
+    }
+
+    /// A model should see that it did not work; what is deferred did.
+    pub fn is_error(&self) -> bool {
+        !self.status.is_success()
+    }
+}
+
+/// One tool, as it is described to models.
+pub struct Tool {
+    pub name: &'static str,
+    pub title: &'static str,
+    pub about: &'static str,
+    pub input: fn() -> Value,
+    pub scope: Scope,
+    pub read_only: bool,
+    /// Calling it twice is calling it once.
+    pub idempotent: bool,
+}
+
+pub const TOOLS: [Tool; 6] = [
+    Tool {
+        name: "memory_store",
+        title: "Store a memory",
+        about: "Remember something for later sessions: a decision and its reason, a fact about the project, a lesson learnt. Write it so that it is understood without this conversation, one matter per call. `action` tells what became of it: `allow` is stored; `deferred` is safely queued and will be written by itself, so do NOT store it again; `reject` and `error` are not stored, `message` says why. Storing the same text again is harmless (`deduplicated`).",
+        input: || {
+            json!({
+                "type": "object",
+                "properties": {
+                    "payload_md": { "type": "string", "minLength": 1, "description": "What to remember, in Markdown, complete in itself" },
+                    "target_space": { "type": "string", "description": "Who shares it, like team:payments or private:ann; left out: the default space" },
+                    "kind": { "type": "string", "description": "What it is, in one word: fact, decision, lesson, preference, …" },
+                    "evidence_refs": { "type": "array", "items": {}, "description": "Where it comes from: URIs like mr://project/123 or git://repo/SHA" },
+                    "meta_json": { "type": "object", "description": "Anything else to keep with it" },
+                    "actor_user_id": { "type": "string", "description": "On whose behalf it is stored" },
+                    "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities the gate may leave out" }
+                },
+                "required": ["payload_md"],
+                "additionalProperties": false
+            })
+        },
+        scope: Scope::Enqueue,
+        read_only: false,
+        idempotent: true,
+    },
+    Tool {
+        name: "memory_query",
+        title: "Look into memory",
+        about: "Find what was remembered before. Ask before you decide something that may have been decided already. With `degraded: true` the memory service is away and the results are keyword matches from local copies: treat them as hints, and verify.",
+        input: || {
+            json!({
+                "type": "object",
+                "properties": {
+                    "query": { "type": "string", "minLength": 1, "description": "What you want to know, in words that may stand in the memory; any language" },
+                    "spaces": { "type": "array", "items": { "type": "string" }, "description": "Only these spaces, like [\"team:payments\"]; left out: all" },
+                    "top_k": { "type": "integer", "minimum": 1, "maximum": 100, "description": "At most so many results; 10 if left out" }
+                },
+                "required": ["query"],
+                "additionalProperties": false
+            })
+        },
+        scope: Scope::Read,
+        read_only: true,
+        idempotent: true,
+    },
+    Tool {
+        name: "outbox_status",
+        title: "See what is queued",
+        about: "Count queued, delivered and dead messages per lane. Memories that were deferred are in the lane `memory`.",
+        input: || {
+            json!({
+                "type": "object",
+                "properties": { "lane": { "type": "string", "description": "Only this lane" } },
+                "additionalProperties": false
+            })
+        },
+        scope: Scope::Read,
+        read_only: true,
+        idempotent: true,
+    },
+    Tool {
+        name: "outbox_requeue",
+        title: "Bring dead messages back",
+        about: "Give messages that were given up (`dead`) another try, by their ids. Only after what made them fail has been corrected.",
+        input: || {
+            json!({
+                "type": "object",
+                "properties": {
+                    "ids": { "type": "array", "items": { "type": "integer" }, "minItems": 1, "maxItems": 1000, "description": "Ids of dead messages" }
+                },
+                "required": ["ids"],
+                "additionalProperties": false
+            })
+        },
+        scope: Scope::Operate,
+        read_only: false,
+        idempotent: true,
+    },
+    Tool {
+        name: "reliability_report",
+        title: "How reliable memory was",
+        about: "Numbers on queued, delivered and dead memories, on what the audit recorded, and on whether the memory service can be used now.",
+        input: || json!({ "type": "object", "properties": {}, "additionalProperties": false }),
+        scope: Scope::Read,
+        read_only: true,
+        idempotent: true,
+    },
+    Tool {
+        name: "reconcile",
+        title: "Complete the audit",
+        about: "Find writes without their audit and audits without their end, and complete them. Never changes a message. With `report` it only counts.",
+        input: || {
+            json!({
+                "type": "object",
+                "properties": { "report": { "type": "boolean", "description": "Only count, repair nothing" } },
+                "additionalProperties": false
+            })
+        },
+        scope: Scope::Operate,
+        read_only: false,
+        idempotent: true,
+    },
+];
+
+/// The tool of that name.
+pub fn tool(name: &str) -> Option<&'static Tool> {
+    TOOLS.iter().find(|tool| tool.name == name)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StoreArguments {
+    payload_md: String,
+    target_space: Option<String>,
+    meta_json: Option<Map<String, Value>>,
+    kind: Option<String>,
+    evidence_refs: Option<Vec<Value>>,
+    actor_user_id: Option<String>,
+    #[serde(default)]
+    skip: Option<Vec<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct QueryArguments {
+    query: String,
+    spaces: Option<Vec<String>>,
+    top_k: Option<usize>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StatusArguments {
+    lane: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RequeueArguments {
+    ids: Vec<i64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ReconcileArguments {
+    #[serde(default)]
+    report: bool,
+}
+
+/// What the tools work with.
+#[derive(Clone)]
+pub struct Tools {
+    pub outbox: Outbox,
+    pub memories: Option<Memories>,
+}
+
+impl Tools {
+    /// Calls a tool for somebody; what is refused says why.
+    pub async fn call(
+        &self,
+        caller: &Caller,
+        name: &str,
+        arguments: Map<String, Value>,
+        correlation_id: &str,
+    ) -> Result<Answered, Refusal> {
+        let tool = tool(name).ok_or_else(|| {
+            let known: Vec<&str> = TOOLS.iter().map(|tool| tool.name).collect();
+            let what = format!("there is no tool `{name}`; known: {}", known.join(", "));
+            Refusal::new(StatusCode::NOT_FOUND, "UNKNOWN_TOOL", what)
+        })?;
+        caller.may(tool.scope)?;
+        let arguments = Value::Object(arguments);
+        match tool.name {
+            "memory_store" => {
+                caller.may_use(LANE)?;
+                self.store(read(arguments)?, correlation_id).await
+            }
+            "memory_query" => {
+                caller.may_use(LANE)?;
+                self.query(read(arguments)?, correlation_id).await
+            }
+            "outbox_status" => self.status(caller, read(arguments)?).await,
+            "outbox_requeue" => self.requeue(caller, read(arguments)?).await,
+            "reliability_report" => {
+                caller.may_use(LANE)?;
+                read::<NoArguments>(arguments)?;
+                Ok(Answered::ok(json!(self.memories()?.report().await?)))
+            }
+            _ => {
+                caller.may_use(LANE)?;
+                let wanted: ReconcileArguments = read(arguments)?;
+                Ok(Answered::ok(json!(self.memories()?.reconcile(!wanted.report).await?)))
+            }
+        }
+    }
+
+    fn memories(&self) -> Result<&Memories, Refusal> {
+        self.memories.as_ref().ok_or_else(|| {
+            let what = "this server has no memory gateway; say where OpenMemory is, with [memory] url in postrider.toml";
+            Refusal::new(StatusCode::NOT_FOUND, "MEMORY_NOT_CONFIGURED", what)
+        })
+    }
+
+    async fn store(&self, arguments: StoreArguments, correlation_id: &str) -> Result<Answered, Refusal> {
+        // The gate never refuses a store; the name is taken so that callers may send it everywhere.
+        let _ = arguments.skip;
+        let memory = NewMemory {
+            payload_md: arguments.payload_md,
+            target_space: arguments.target_space,
+            meta_json: arguments.meta_json.unwrap_or_default(),
+            kind: arguments.kind,
+            evidence_refs: arguments.evidence_refs.unwrap_or_default(),
+            actor_user_id: arguments.actor_user_id,
+            correlation_id: correlation_id.to_owned(),
+        };
+        Ok(stored(self.memories()?.store(memory).await))
+    }
+
+    async fn query(&self, arguments: QueryArguments, correlation_id: &str) -> Result<Answered, Refusal> {
+        let question = Question {
+            query: arguments.query,
+            spaces: arguments.spaces,
+            top_k: arguments.top_k,
+            correlation_id: correlation_id.to_owned(),
+        };
+        Ok(Answered::ok(json!(self.memories()?.query(question).await?)))
+    }
+
+    async fn status(&self, caller: &Caller, arguments: StatusArguments) -> Result<Answered, Refusal> {
+        let mut lanes = self.outbox.stats().await?;
+        if let Some(lane) = &arguments.lane {
+            caller.may_use(lane)?;
+            if !lanes.contains_key(lane) {
+                let what = format!("there is no lane `{lane}`");
+                return Err(Refusal::new(StatusCode::NOT_FOUND, "UNKNOWN_LANE", what));
+            }
+        }
+        lanes.retain(|name, _| arguments.lane.as_ref().is_none_or(|lane| lane == name) && caller.may_use(name).is_ok());
+        Ok(Answered::ok(json!({ "ok": true, "lanes": lanes })))
+    }
+
+    async fn requeue(&self, caller: &Caller, arguments: RequeueArguments) -> Result<Answered, Refusal> {
+        if !(1..=1000).contains(&arguments.ids.len()) {
+            return Err(Refusal::invalid("ids names 1 to 1000 messages"));
+        }
+        let mut results = Vec::with_capacity(arguments.ids.len());
+        for id in arguments.ids {
+            let Some((shown, _)) = self.outbox.show(id).await? else {
+                results.push(json!({ "id": id, "outcome": "not_found" }));
+                continue;
+            };
+            caller.may_use(&shown.lane)?;
+            let requeued = match &self.memories {
+                Some(memories) if shown.lane == LANE => memories.requeue(&[id]).await?,
+                _ => self.outbox.requeue(vec![id]).await?,
+            };
+            results.push(json!({ "id": id, "outcome": requeued.first() }));
+        }
+        Ok(Answered::ok(json!({ "ok": true, "results": results })))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoArguments {}
+
+fn read<T: serde::de::DeserializeOwned>(arguments: Value) -> Result<T, Refusal> {
+    serde_json::from_value(arguments).map_err(|e| {
+        let what = format!("the arguments are not right: {e}");
+        Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", what)
+    })
+}
+
+/// The answer to a store, and the status that goes with it.
+pub fn stored(stored: Stored) -> Answered {
+    let status = match (stored.action, stored.error) {
+        (Action::Allow, _) => StatusCode::OK,
+        (Action::Deferred, _) => StatusCode::ACCEPTED,
+        (Action::Reject, _) => StatusCode::FORBIDDEN,
+        (Action::Error, Some(postrider_memories::code::INVALID_MEMORY)) => StatusCode::UNPROCESSABLE_ENTITY,
+        (Action::Error, _) => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    let mut body = json!(stored);
+    if let Some(code) = stored.error {
+        body["error"] = json!({ "code": code, "message": stored.message, "details": {} });
+    }
+    Answered { status, body }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is described to models is what is read.
+    #[test]
+    fn schemas_name_the_arguments_that_are_taken() {
+        for tool in &TOOLS {
+            let schema = (tool.input)();
+            assert_eq!(schema["additionalProperties"], false, "{}", tool.name);
+            let known: Vec<&str> = schema["properties"].as_object().unwrap().keys().map(String::as_str).collect();
+            let wrong = json!({ "zzz": 1 });
+            let refused = match tool.name {
+                "memory_store" => read::<StoreArguments>(wrong).err(),
+                "memory_query" => read::<QueryArguments>(wrong).err(),
+                "outbox_status" => read::<StatusArguments>(wrong).err(),
+                "outbox_requeue" => read::<RequeueArguments>(wrong).err(),
+                "reconcile" => read::<ReconcileArguments>(wrong).err(),
+                _ => read::<NoArguments>(wrong).err(),
+            };
+            let told = refused.expect("an unknown argument").message;
+            for name in &known {
+                assert!(told.contains(&format!("`{name}`")), "{} {name}: {told}", tool.name);
+            }
+            assert_eq!(told.matches('`').count() / 2, known.len() + 1, "{}: {told}", tool.name);
+        }
+    }
+}
