@@ -97,12 +97,7 @@ pub(crate) async fn end(tx: &mut (dyn Tx + Send), audit_id: i64, note: &Note, en
     finish(tx, audit_id, end, &evidence(note, end)).await
 }
 
-pub(crate) async fn finish(
-    tx: &mut (dyn Tx + Send),
-    audit_id: i64,
-    end: &End<'_>,
-    evidence: &Json,
-) -> Result<bool> {
+pub(crate) async fn finish(tx: &mut (dyn Tx + Send), audit_id: i64, end: &End<'_>, evidence: &Json) -> Result<bool> {
     let mut params: Vec<Value> =
         vec![end.action.into(), end.reason.as_str().into(), end.status.into(), end.outbox_id.into()];
     params.push(Value::Text(evidence.to_string()));

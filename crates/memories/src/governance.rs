@@ -10,7 +10,8 @@ use crate::note::{Governance, check_space, project_of};
 /// What a project says; everything, if it says nothing.
 pub(crate) async fn of(tx: &mut (dyn Tx + Send), space: &str) -> Result<Governance> {
     let project = project_of(space);
-    let sql = "SELECT team_write_enabled, allowed_kinds_json, max_length FROM governance_settings WHERE project_key = ?";
+    let sql =
+        "SELECT team_write_enabled, allowed_kinds_json, max_length FROM governance_settings WHERE project_key = ?";
     let rows = tx.query(sql, &[project.into()]).await?;
     let Some(row) = rows.first() else { return Ok(Governance::open(project)) };
     let unreadable = |e| Error::database(format!("allowed_kinds_json of project `{project}` is no list: {e}"));

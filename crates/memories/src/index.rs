@@ -130,7 +130,8 @@ pub(crate) async fn catch_up(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     let mut taken = 0;
     for Table { source, name, id, text } in TABLES {
         let text = text.replace("{payload}", payload);
-        let sql = format!("SELECT {id}, target_space, {text} FROM {name} WHERE {new} ORDER BY {id} LIMIT {BATCH}{skip}");
+        let sql =
+            format!("SELECT {id}, target_space, {text} FROM {name} WHERE {new} ORDER BY {id} LIMIT {BATCH}{skip}");
         let rows = tx.query(&sql, &[]).await?;
         let mut ids = Vec::with_capacity(rows.len());
         for row in &rows {

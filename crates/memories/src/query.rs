@@ -193,7 +193,8 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
         Source::Candidate,
         "candidate_id, target_space, kind, title, content_md, created_at FROM knowledge_candidates WHERE candidate_id",
     );
-    let events = format!("event_id, target_space, event_type, NULL, {payload}, created_at FROM logbook_events WHERE event_id");
+    let events =
+        format!("event_id, target_space, event_type, NULL, {payload}, created_at FROM logbook_events WHERE event_id");
     for (source, what) in [candidates, (Source::Event, events.as_str())] {
         let mut params: Vec<Value> = Vec::new();
         let list = in_ids(tx.dialect(), &ids(source), &mut params);

@@ -36,8 +36,7 @@ impl Memories {
         let mode = if repair { Mode::Write } else { Mode::Read };
         let mut after = 0;
         loop {
-            let (part, last) =
-                self.transact(mode, move |tx| Box::pin(look_at_ended(tx, after, repair))).await?;
+            let (part, last) = self.transact(mode, move |tx| Box::pin(look_at_ended(tx, after, repair))).await?;
             all.add(part);
             let Some(last) = last else { break };
             after = last;

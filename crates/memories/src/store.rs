@@ -66,7 +66,10 @@ pub struct Stored {
 #[derive(Clone, Debug)]
 enum Begun {
     /// The service is to be called.
-    Write { copy: i64, audit_id: i64 },
+    Write {
+        copy: i64,
+        audit_id: i64,
+    },
     /// A twin's write is under way.
     Wait,
     Ended(Ended),
@@ -114,22 +117,21 @@ impl Memories {
                     let called = self.call(note, permit).await;
                     return self.end(note, copy, audit_id, called).await;
                 }
-                (Begun::Ended(ended), permit) => {
-                    permit.map(|permit| permit.unused());
-                    if matches!(ended, Ended::Queued { again: false, .. }) {
+                (begun, permit) => {
+                    if let Some(permit) = permit {
+                        permit.unused();
+                    }
+                    if let Begun::Ended(ended) = begun {
                         self.0.outbox.ring();
+                        return Ok(ended);
                     }
-                    return Ok(ended);
-                }
-                (Begun::Wait | Begun::Write { .. }, permit) => {
-                    permit.map(|permit| permit.unused());
-                    if Tick::now().since(began) > patience {
-                        let what = "another write of the same memory does not end";
-                        return Err((code::AUDIT_WRITE_FAILED, Error::new(Kind::Busy, what)));
-                    }
-                    tokio::time::sleep(LOOK).await;
                 }
             }
+            if Tick::now().since(began) > patience {
+                let what = "another write of the same memory does not end";
+                return Err((code::AUDIT_WRITE_FAILED, Error::new(Kind::Busy, what)));
+            }
+            tokio::time::sleep(LOOK).await;
         }
     }
 
@@ -368,7 +370,8 @@ fn answer_of(note: &Note, ended: Result<Ended, (&'static str, Error)>) -> Stored
             }
         }
         Ok(Ended::Queued { outbox_id, again, why }) => {
-            let message = format!("OpenMemory is not available ({why}); the memory is queued and will be written later");
+            let message =
+                format!("OpenMemory is not available ({why}); the memory is queued and will be written later");
             Stored { outbox_id: Some(outbox_id), deduplicated: again, ..blank(Action::Deferred, message) }
         }
         Ok(Ended::Refused { code, why }) => Stored { error: Some(code), ..blank(Action::Reject, why) },

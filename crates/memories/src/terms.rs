@@ -28,7 +28,7 @@ pub fn terms(text: &str) -> Vec<String> {
         match run {
             Run::Word(word) => drop(found.insert(word)),
             Run::Dense(chars) => {
-                found.extend(chars.windows(2).map(|pair| encode(pair)));
+                found.extend(chars.windows(2).map(encode));
                 // The last one begins no pair; it is found by its prefix too.
                 found.extend(chars.last().map(|last| encode(&[*last])));
             }

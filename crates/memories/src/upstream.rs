@@ -129,9 +129,8 @@ impl OpenMemory {
         self.known_dialect().await?;
         let body = json!({ "content": addition.content, "tags": addition.tags, "metadata": addition.metadata });
         let body = self.ask("/memory/add", &body).await?;
-        id_of(&body).ok_or_else(|| {
-            Fault::new("NO_ID", "OpenMemory answered without an id", Blame::Service, Reach::Unknown)
-        })
+        id_of(&body)
+            .ok_or_else(|| Fault::new("NO_ID", "OpenMemory answered without an id", Blame::Service, Reach::Unknown))
     }
 
     pub async fn query(&self, question: &str, k: usize) -> Result<Vec<Match>, Fault> {
@@ -193,8 +192,7 @@ impl OpenMemory {
         }
         let bytes = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));
         let request = Request::builder().method(method).uri(address).body(Full::new(bytes));
-        let mut request = request
-            .map_err(|e| Fault::new("BAD_URL", e.to_string(), Blame::Ours, Reach::NeverSent))?;
+        let mut request = request.map_err(|e| Fault::new("BAD_URL", e.to_string(), Blame::Ours, Reach::NeverSent))?;
         *request.headers_mut() = headers;
         match self.exchange.ask(request, self.settings.timeout, MOST_BODY).await {
             Answer::Answered { status, headers, body, whole, .. } => {

@@ -192,7 +192,10 @@ impl OpenMemory {
         let mut inner = self.lock();
         let js = inner.dialect == Dialect::Js;
         if health {
-            return Ok((StatusCode::OK, if js { json!({"ok": true, "version": "stand-in"}) } else { json!({"status": "ok"}) }));
+            return Ok((
+                StatusCode::OK,
+                if js { json!({"ok": true, "version": "stand-in"}) } else { json!({"status": "ok"}) },
+            ));
         }
         if let Err(refused) = inner.check_key(headers) {
             return Ok(refused);

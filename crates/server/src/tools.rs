@@ -237,7 +237,8 @@ impl Tools {
 
     fn memories(&self) -> Result<&Memories, Refusal> {
         self.memories.as_ref().ok_or_else(|| {
-            let what = "this server has no memory gateway; say where OpenMemory is, with [memory] url in postrider.toml";
+            let what =
+                "this server has no memory gateway; say where OpenMemory is, with [memory] url in postrider.toml";
             Refusal::new(StatusCode::NOT_FOUND, "MEMORY_NOT_CONFIGURED", what)
         })
     }

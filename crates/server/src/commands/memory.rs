@@ -47,8 +47,7 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
             Ok(Ending::failed_if(report && found.missing_audit + found.stale_pending > 0))
         }
         cli::Memory::Audit { correlation_id, outbox_id, limit } => {
-            let filter =
-                AuditFilter { correlation_id, outbox_id, status: None, before: None, limit: limit as usize };
+            let filter = AuditFilter { correlation_id, outbox_id, status: None, before: None, limit: limit as usize };
             let rows = memories.audit(filter).await?;
             output.show(&json!({ "items": rows }), || audit_table(&rows))?;
             Ok(Ending::Done)
@@ -189,9 +188,7 @@ async fn import(memories: &Memories, file: &Path, output: Output) -> Result<Endi
         }
     }
     sum += memories.import(batch).await?;
-    output.show(&sum, || {
-        format!("{} imported, {} known before", count(sum.imported, "candidate"), sum.known)
-    })?;
+    output.show(&sum, || format!("{} imported, {} known before", count(sum.imported, "candidate"), sum.known))?;
     Ok(Ending::Done)
 }
 

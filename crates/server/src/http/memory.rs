@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Extension, Query, Request, State};
 use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{Extension, Query, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use postrider_memories::{AuditFilter, AuditRow, Memories};
@@ -159,12 +159,12 @@ pub struct AuditQuery {
     cursor: Option<String>,
 }
 
-#[derive(Deserialize, ToSchema, Default)]
+#[derive(Deserialize, ToSchema)]
+#[allow(dead_code)]
 #[serde(deny_unknown_fields)]
 pub struct ReconcileBody {
     /// Only count, repair nothing.
-    #[serde(default)]
-    report: bool,
+    report: Option<bool>,
 }
 
 #[derive(ToSchema)]
@@ -358,7 +358,11 @@ pub async fn mcp(
     let plain = serde_json::from_slice::<Value>(&bytes).ok().filter(|body| body.get("tool").is_some());
     if let Some(body) = plain {
         let wrong = |e: serde_json::Error| {
-            Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", format!("send {{\"tool\",\"arguments\"}}: {e}"))
+            Refusal::new(
+                StatusCode::UNPROCESSABLE_ENTITY,
+                "INVALID_ARGUMENTS",
+                format!("send {{\"tool\",\"arguments\"}}: {e}"),
+            )
         };
         let call: ToolCall = serde_json::from_value(body).map_err(wrong)?;
         let id = correlation_id(&parts.headers);

@@ -79,9 +79,7 @@ impl Server {
     }
 
     pub fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream
+        connect(&self.address)
     }
 
     /// Sends these bytes on a connection of their own and reads to the end.
@@ -95,24 +93,11 @@ impl Server {
     }
 
     fn send(&self, bytes: &[u8], cut: bool) -> Response {
-        let mut stream = self.connect();
-        // It may answer and close before it has read all.
-        let _ = stream.write_all(bytes);
-        if cut {
-            let _ = stream.shutdown(Shutdown::Write);
-        }
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer);
-        parse(&String::from_utf8_lossy(&answer))
+        send(self.connect(), bytes, cut)
     }
 
     pub fn request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
-        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address);
-        for (name, value) in headers {
-            head.push_str(&format!("{name}: {value}\r\n"));
-        }
-        head.push_str(&format!("content-length: {}\r\n\r\n", body.len()));
-        self.raw(&[head.as_bytes(), body].concat())
+        exchange(&self.address, method, path, headers, body)
     }
 
     pub fn get(&self, path: &str) -> Response {
@@ -147,6 +132,33 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn connect(address: &str) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn send(mut stream: TcpStream, bytes: &[u8], cut: bool) -> Response {
+    // It may answer and close before it has read all.
+    let _ = stream.write_all(bytes);
+    if cut {
+        let _ = stream.shutdown(Shutdown::Write);
+    }
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    parse(&String::from_utf8_lossy(&answer))
+}
+
+/// One request to whoever listens there, on a connection of its own.
+pub fn exchange(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
+    let mut head = format!("{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n");
+    for (name, value) in headers {
+        head.push_str(&format!("{name}: {value}\r\n"));
+    }
+    head.push_str(&format!("content-length: {}\r\n\r\n", body.len()));
+    send(connect(address), &[head.as_bytes(), body].concat(), false)
 }
 
 fn parse(answer: &str) -> Response {

@@ -11,7 +11,7 @@ fn what_a_lane_cannot_take() {
     refused(&["no pe", "--payload", "x"], &["is no lane name"]);
     refused(&["webhooks", "--payload", "x"], &["has an owner", "postrider webhooks"]);
     refused(&["orders", "--payload", "x"], &["has an owner", "postrider orders"]);
-    refused(&["memory", "--payload", "x"], &["memory", "does not have yet"]);
+    refused(&["memory", "--payload", "x"], &["memory gateway", "[memory] url"]);
     refused(&["log", "--payload-file", "big"], &["more than 1048576 bytes", "max_payload_bytes"]);
     refused(&["log", "--payload", "x", "--key", &"k".repeat(256)], &["256 bytes", "at most 255"]);
     refused(&["log", "--payload", "x", "--key", ""], &["empty"]);

@@ -9,6 +9,7 @@ mod configuration;
 mod demo;
 mod fleet;
 mod home;
+mod memory;
 mod on_every_database;
 mod orders;
 mod outage;

@@ -75,21 +75,26 @@ impl Database {
 
     /// SQL that makes every update of a table fail, and SQL that ends it.
     pub fn no_updates(&self, table: &str) -> (String, String) {
+        self.refuse("UPDATE", table)
+    }
+
+    /// The same for `INSERT` or `UPDATE`.
+    pub fn refuse(&self, verb: &str, table: &str) -> (String, String) {
         match self {
             Database::Sqlite => (
-                format!("CREATE TRIGGER broken BEFORE UPDATE ON {table} BEGIN SELECT RAISE(ABORT, 'broken'); END"),
+                format!("CREATE TRIGGER broken BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'broken'); END"),
                 "DROP TRIGGER broken".to_owned(),
             ),
             Database::Postgres { .. } => (
                 format!(
-                    "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'broken'; END $$;
-                     CREATE TRIGGER broken BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION broken()"
+                    "CREATE OR REPLACE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'broken'; END $$;
+                     CREATE TRIGGER broken BEFORE {verb} ON {table} FOR EACH ROW EXECUTE FUNCTION broken()"
                 ),
                 format!("DROP TRIGGER broken ON {table}"),
             ),
             Database::Mysql { .. } => (
                 format!(
-                    "CREATE TRIGGER broken BEFORE UPDATE ON {table} FOR EACH ROW IF TRUE THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'broken'; END IF"
+                    "CREATE TRIGGER broken BEFORE {verb} ON {table} FOR EACH ROW IF TRUE THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'broken'; END IF"
                 ),
                 "DROP TRIGGER broken".to_owned(),
             ),
