@@ -189,7 +189,7 @@ mod tests {
         ];
         for state in states {
             assert_eq!(state.next(Event::Succeeded, 3).0, State::Closed { failures: 0 });
-            assert_eq!(state.next(Event::Probed, 3).1, false, "a probe calls nobody");
+            assert!(!state.next(Event::Probed, 3).1, "a probe calls nobody");
             let (next, may) = state.next(Event::Asked, 3);
             assert!(!may || next != State::Open);
         }
