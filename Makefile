@@ -26,6 +26,11 @@ receivers: ## Let receivers in Python and Node verify our webhooks with the offi
 	cargo build --locked
 	scripts/check-receivers.sh
 
+.PHONY: mcp
+mcp: ## Let the official MCP client and the inspector use our tools over both transports
+	cargo build --locked
+	scripts/check-mcp.sh
+
 .PHONY: lint
 lint: $(DENY) ## Check format, clippy, the dependencies' licences and sources, and the alert rules
 	cargo fmt --all --check
@@ -40,7 +45,7 @@ bench: ## Measure all three databases; figures go to target/bench/
 	$(WITH_DATABASES) scripts/bench.sh
 
 .PHONY: ci
-ci: lint test api receivers demo ## Everything CI runs
+ci: lint test api receivers mcp demo ## Everything CI runs
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

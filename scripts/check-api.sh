@@ -13,13 +13,17 @@ fi
 schemathesis=$(realpath "$tools/bin/schemathesis")
 
 folder=$(mktemp -d)
-server=
-trap '[[ -z $server ]] || kill "$server"; rm -rf "$folder"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$folder"' EXIT
 cd "$folder"
-printf '[lane.work]\ncourier = "noop"\n[auth]\nmode = "always"\n' >postrider.toml
+"$postrider" stand-in openmemory --listen 127.0.0.1:0 >openmemory &
+for _ in $(seq 100); do
+    [[ -s openmemory ]] && break
+    sleep 0.1
+done
+memory=$(sed -n 's/^listening on //p' openmemory)
+printf '[lane.work]\ncourier = "noop"\n[memory]\nurl = "%s"\n[auth]\nmode = "always"\n' "$memory" >postrider.toml
 token=$("$postrider" token create --scope admin | head -n 1)
 "$postrider" serve --listen 127.0.0.1:0 >listening 2>log &
-server=$!
 for _ in $(seq 100); do
     [[ -s listening ]] && break
     sleep 0.1

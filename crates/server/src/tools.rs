@@ -51,7 +51,7 @@ pub const TOOLS: [Tool; 6] = [
                     "payload_md": { "type": "string", "minLength": 1, "description": "What to remember, in Markdown, complete in itself" },
                     "target_space": { "type": "string", "description": "Who shares it, like team:payments or private:ann; left out: the default space" },
                     "kind": { "type": "string", "description": "What it is, in one word: fact, decision, lesson, preference, …" },
-                    "evidence_refs": { "type": "array", "items": {}, "description": "Where it comes from: URIs like mr://project/123 or git://repo/SHA" },
+                    "evidence_refs": { "type": "array", "items": { "type": "string" }, "description": "Where it comes from: URIs like mr://project/123 or git://repo/SHA" },
                     "meta_json": { "type": "object", "description": "Anything else to keep with it" },
                     "actor_user_id": { "type": "string", "description": "On whose behalf it is stored" },
                     "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities the gate may leave out" }

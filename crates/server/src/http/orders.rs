@@ -167,8 +167,8 @@ fn read(body: &[u8], key: &str) -> Result<Order, OrderError> {
     responses(
         (status = 201, description = "Taken in", body = AcceptedOrder),
         (status = 200, description = "It was before (`Idempotent-Replayed: true`): where it stands, or its stored result", body = Object),
-        (status = 400, description = "`IDEMPOTENCY_KEY_REQUIRED`, or no JSON; or the stored result", body = OrderError),
-        (status = 409, description = "`IDEMPOTENCY_CONFLICT`: the key belongs to another order; or the stored result", body = OrderError),
+        (status = 400, description = "`IDEMPOTENCY_KEY_REQUIRED`, or no JSON (an OrderError); or the stored result", body = Object),
+        (status = 409, description = "`IDEMPOTENCY_CONFLICT`: the key belongs to another order (an OrderError); or the stored result", body = Object),
         (status = 422, description = "`VALIDATION_ERROR`, `IDEMPOTENCY_MISMATCH`", body = OrderError),
         (status = 502, description = "The stored result of an order that failed", body = Object),
         (status = 504, description = "The stored result of an order that failed", body = Object),
