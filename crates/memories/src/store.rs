@@ -37,6 +37,17 @@ pub enum Action {
     Error,
 }
 
+impl Action {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Action::Allow => "allow",
+            Action::Deferred => "deferred",
+            Action::Reject => "reject",
+            Action::Error => "error",
+        }
+    }
+}
+
 /// Codes of [`Stored::error`].
 pub mod code {
     pub const AUDIT_WRITE_FAILED: &str = "AUDIT_WRITE_FAILED";

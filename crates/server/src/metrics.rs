@@ -8,6 +8,7 @@ use postrider::clock::Tick;
 use postrider::observe::{Observer, Phase, Standing, Told};
 use postrider::outcome::FlushCode;
 use postrider::store::Vitals;
+use postrider_memories::Memories;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -60,6 +61,18 @@ struct Entry {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Stored {
+    action: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Capability {
+    capability: &'static str,
+}
+
+const OPENMEMORY: Capability = Capability { capability: "openmemory" };
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Connection {
     state: &'static str,
 }
@@ -87,6 +100,8 @@ pub struct Meters {
     paused: Family<Lane, Gauge>,
     conflicts: Family<Lane, Counter>,
     ledger_writes: Family<Entry, Counter>,
+    memory_stores: Family<Stored, Counter>,
+    capability_up: Family<Capability, Gauge>,
     connections: Family<Connection, Gauge>,
     dead_tuples: Family<Table, Gauge>,
     xmin_age: Gauge,
@@ -127,6 +142,8 @@ impl Meters {
                 "idempo_ledger_writes",
                 "Entries of the order ledger written, by where they then stood",
             ),
+            memory_stores: kept(r, "memory_stores", "Memories handed in, by what became of them"),
+            capability_up: kept(r, "memory_capability_up", "1 while it can be used, as this process knows it"),
             connections: kept(r, "outbox_pool_connections", "Connections to the database"),
             dead_tuples: kept(r, "outbox_postgres_dead_tuples", "Dead rows that vacuum has not taken away yet"),
             xmin_age: kept(
@@ -142,7 +159,10 @@ impl Meters {
     }
 
     /// The page Prometheus reads.
-    pub async fn page(&self, outbox: &Outbox) -> postrider::Result<String> {
+    pub async fn page(&self, outbox: &Outbox, memories: Option<&Memories>) -> postrider::Result<String> {
+        if let Some(memories) = memories {
+            self.capability_up.get_or_create(&OPENMEMORY).set(i64::from(memories.capability().status == "ok"));
+        }
         if self.stale() {
             let stats = outbox.depths().await?;
             let paused = outbox.paused_lanes().await?;
@@ -168,6 +188,11 @@ impl Meters {
     /// An entry of the order ledger was written, and stands so.
     pub fn ledger_write(&self, status: &'static str) {
         self.ledger_writes.get_or_create(&Entry { status }).inc();
+    }
+
+    /// A memory was handed in.
+    pub fn memory_store(&self, action: &'static str) {
+        self.memory_stores.get_or_create(&Stored { action }).inc();
     }
 
     fn show(&self, vitals: &Vitals) {
@@ -246,7 +271,7 @@ mod tests {
         let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
         // Outcome codes look the same, and so do fields of the log.
         let ours = |word: &&str| {
-            (word.starts_with("outbox_") || word.starts_with("idempo"))
+            ["outbox_", "idempo", "memory_"].iter().any(|start| word.starts_with(start))
                 && !word.starts_with("outbox_flush_")
                 && !["outbox_id", "idempotency_key"].contains(word)
         };
@@ -265,6 +290,8 @@ mod tests {
         meters.standing("l", Standing::default());
         meters.conflict("l");
         meters.ledger_write("succeeded");
+        meters.memory_store("allow");
+        meters.capability_up.get_or_create(&OPENMEMORY).set(1);
         let (pool, dead_tuples) = (Some(Default::default()), vec![("outbox".to_owned(), 1)]);
         meters.show(&Vitals { pool, dead_tuples, ..Vitals::default() });
         meters.depth.get_or_create(&Depth { lane: "l".to_owned(), status: State::Pending }).set(1);

@@ -65,7 +65,9 @@ struct Inner {
     key: Option<String>,
     mood: Mood,
     memories: Vec<Memory>,
-    /// Requests to add, whatever became of them.
+    /// Requests about memories that arrived, whatever became of them.
+    calls: u64,
+    /// Requests to add that were carried out.
     adds: u64,
     file: Option<std::fs::File>,
 }
@@ -115,7 +117,7 @@ impl OpenMemory {
                 Some(std::fs::OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?)
             }
         };
-        let inner = Inner { dialect, key, mood: Mood::Well, memories, adds: 0, file };
+        let inner = Inner { dialect, key, mood: Mood::Well, memories, calls: 0, adds: 0, file };
         Ok(OpenMemory(Arc::new(Mutex::new(inner))))
     }
 
@@ -168,13 +170,17 @@ impl OpenMemory {
                 }
             }
         }
-        let body = json!({ "mood": inner.mood, "adds": inner.adds, "memories": inner.memories });
+        let body = json!({ "mood": inner.mood, "calls": inner.calls, "adds": inner.adds, "memories": inner.memories });
         (StatusCode::OK, body)
     }
 
     async fn answer(&self, method: &Method, path: &str, headers: &HeaderMap, body: &[u8]) -> Answer {
-        let mood = self.lock().mood.clone();
         let health = path == "/health";
+        let mood = {
+            let mut inner = self.lock();
+            inner.calls += u64::from(!health);
+            inner.mood.clone()
+        };
         match mood {
             Mood::Down => return Err(Lost),
             Mood::Slow { delay_ms } => tokio::time::sleep(Duration::from_millis(delay_ms)).await,

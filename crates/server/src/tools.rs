@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::http::{Caller, Refusal};
+use crate::metrics;
 use crate::tokens::Scope;
 
 /// What a caller is answered.
@@ -193,6 +194,8 @@ struct ReconcileArguments {
 pub struct Tools {
     pub outbox: Outbox,
     pub memories: Option<Memories>,
+    /// Counts, where somebody may ask for them.
+    pub meters: Option<metrics::Shared>,
 }
 
 impl Tools {
@@ -255,7 +258,11 @@ impl Tools {
             actor_user_id: arguments.actor_user_id,
             correlation_id: correlation_id.to_owned(),
         };
-        Ok(stored(self.memories()?.store(memory).await))
+        let answer = self.memories()?.store(memory).await;
+        if let Some(meters) = &self.meters {
+            meters.memory_store(answer.action.as_str());
+        }
+        Ok(stored(answer))
     }
 
     async fn query(&self, arguments: QueryArguments, correlation_id: &str) -> Result<Answered, Refusal> {

@@ -18,7 +18,7 @@ use crate::tools::Tools;
 pub async fn run(config: &Config, _: Output) -> Result<Ending> {
     let outbox = database::open_ready(config).await?;
     let parts = Parts::open(config, &outbox).await?;
-    let tools = Tools { outbox: outbox.clone(), memories: parts.memories.clone() };
+    let tools = Tools { outbox: outbox.clone(), memories: parts.memories.clone(), meters: None };
     let (stop, stopped) = watch::channel(false);
     let mut tending = None;
     if let (Some(memories), true) = (&parts.memories, config.enabled) {

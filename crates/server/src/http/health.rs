@@ -51,6 +51,6 @@ pub async fn readyz(State(app): State<Arc<App>>) -> Result<Json<Health>, Refusal
     responses((status = 200, description = "In the text format", body = String, content_type = "application/openmetrics-text"))
 )]
 pub async fn metrics(State(app): State<Arc<App>>) -> Result<impl IntoResponse, Refusal> {
-    let page = app.meters.page(&app.outbox).await?;
+    let page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page))
 }

@@ -186,10 +186,6 @@ impl IntoResponse for Answered {
     }
 }
 
-fn tools(app: &App) -> Tools {
-    Tools { outbox: app.outbox.clone(), memories: app.memories.clone() }
-}
-
 fn correlation_id(headers: &HeaderMap) -> &str {
     headers.get(&CORRELATION_ID).and_then(|id| id.to_str().ok()).unwrap_or_default()
 }
@@ -201,7 +197,7 @@ async fn call(
     tool: &str,
     body: Result<Json<Map<String, Value>>, JsonRejection>,
 ) -> Result<Answered, Refusal> {
-    tools(app).call(caller, tool, body?.0, correlation_id(headers)).await
+    app.tools.call(caller, tool, body?.0, correlation_id(headers)).await
 }
 
 /// Store a memory
@@ -366,7 +362,7 @@ pub async fn mcp(
         };
         let call: ToolCall = serde_json::from_value(body).map_err(wrong)?;
         let id = correlation_id(&parts.headers);
-        return Ok(tools(&app).call(&caller, &call.tool, call.arguments, id).await?.into_response());
+        return Ok(app.tools.call(&caller, &call.tool, call.arguments, id).await?.into_response());
     }
     let request = Request::from_parts(parts, Body::from(bytes));
     let response = app.mcp.handle(request).await;

@@ -58,6 +58,7 @@ pub struct App {
     pub orders: Orders,
     /// Where `[memory]` is.
     pub memories: Option<Memories>,
+    tools: Tools,
     mcp: memory::Mcp,
     /// After the IETF's draft: 409 while in flight, 422 for another order.
     pub strict_orders: bool,
@@ -75,7 +76,7 @@ impl App {
         meters: metrics::Shared,
     ) -> Arc<Self> {
         let Parts { webhooks, orders, memories } = parts;
-        let tools = Tools { outbox: outbox.clone(), memories: memories.clone() };
+        let tools = Tools { outbox: outbox.clone(), memories: memories.clone(), meters: Some(meters.clone()) };
         // A little less than the request has, so that the answer is still heard.
         let patience = DEADLINE - Duration::from_secs(2);
         let (queue, hooks, book) = (outbox.clone(), webhooks.clone(), orders.clone());
@@ -109,7 +110,8 @@ impl App {
             webhooks,
             orders,
             memories,
-            mcp: memory::mcp_service(tools),
+            mcp: memory::mcp_service(tools.clone()),
+            tools,
             strict_orders,
             tokens_required,
             meters,

@@ -191,6 +191,38 @@ fn an_outage_from_its_beginning_to_its_end() {
     });
 }
 
+/// A service that takes connections and does not answer costs three callers a timeout, and nobody else.
+#[test]
+fn while_the_breaker_is_open_nobody_asks() {
+    let home = Home::sqlite();
+    let memory = OpenMemory::start(&home, &[]);
+    home.write(
+        "postrider.toml",
+        &format!(
+            "[memory]\nurl = \"{}\"\ntimeout_ms = 400\nbreaker = {{ failures = 3, probe_sec = 0.2 }}\n",
+            memory.url()
+        ),
+    );
+    let server = Server::start(&home, &[]);
+    store(&server, "before", "team:a").answered(200);
+    memory.told(json!({ "mode": "slow", "delay_ms": 3000 }));
+    for n in 0..3 {
+        assert_deferred(&store(&server, &format!("timed out {n}"), "team:a").answered(202).json());
+    }
+    wait_until("the breaker is open", || server.get("/reliability/report").json()["breaker"] == "open");
+    let asked = memory.state()["calls"].clone();
+    for n in 0..30 {
+        assert_deferred(&store(&server, &format!("at once {n}"), "team:a").answered(202).json());
+    }
+    assert_eq!(query(&server, json!({ "query": "once" }))["degraded"], true);
+    assert_eq!(memory.state()["calls"], asked, "neither callers nor the flush asked");
+    let report = server.get("/reliability/report").json();
+    assert_eq!((&report["breaker"], &report["openmemory"]["status"]), (&json!("open"), &json!("failed")), "{report}");
+    memory.told(json!({ "mode": "well" }));
+    wait_until("all is flushed", || home.stats("memory")["sent"] == 33);
+    assert_eq!(server.get("/reliability/report").json()["breaker"], "closed");
+}
+
 #[test]
 fn a_memory_that_was_applied_though_its_answer_was_lost_is_one_memory() {
     for dialect in ["js", "py"] {
