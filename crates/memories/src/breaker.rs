@@ -1,19 +1,19 @@
-//! The circuit breaker: after some failures in a row nobody waits for the memory service any more. A probe in the
-//! background finds out when it is back; then one write is tried, and its end decides.
+//! The circuit breaker: after some failures in a row nobody waits for the memory service any more. Whoever tends it finds
+//! out in the background when the service is back, so no caller ever pays for the question.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::Notify;
 
 /// What the breaker knows. Pure: it has no clock; when to probe is for those who tend it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// Calls go through; so many failed in a row.
-    Closed { failures: u32 },
-    /// None does.
-    Open,
-    /// A probe was answered: one call goes through.
-    Trying { under_way: bool },
+pub struct State {
+    pub open: bool,
+    /// Calls that failed in a row.
+    pub failures: u32,
+    /// How often it opened since a call last succeeded: a service that is back only for probes is asked less and less.
+    pub strikes: u32,
 }
 
 /// What happened.
@@ -21,31 +21,26 @@ pub enum State {
 pub enum Event {
     Succeeded,
     Failed,
-    /// The service's health was asked for and found.
+    /// A probe was answered as a call would be.
     Probed,
-    Asked,
-    /// Who was allowed to call did not.
-    Returned,
 }
 
 impl State {
-    /// The next state, and whether the one who asked may call.
-    pub fn next(self, event: Event, limit: u32) -> (State, bool) {
-        use Event::{Asked, Failed, Probed, Returned, Succeeded};
-        use State::{Closed, Open, Trying};
-        match (self, event) {
-            (Closed { .. }, Asked) => (self, true),
-            (Open | Trying { under_way: true }, Asked) => (self, false),
-            (Trying { under_way: false }, Asked) => (Trying { under_way: true }, true),
-            // What was begun before the breaker opened tells as much as a trial.
-            (_, Succeeded) => (Closed { failures: 0 }, false),
-            (Closed { failures }, Failed) if failures + 1 < limit => (Closed { failures: failures + 1 }, false),
-            (_, Failed) => (Open, false),
-            (Open, Probed) => (Trying { under_way: false }, false),
-            (Closed { .. } | Trying { .. }, Probed) => (self, false),
-            (Trying { .. }, Returned) => (Trying { under_way: false }, false),
-            (Closed { .. } | Open, Returned) => (self, false),
+    pub const CLOSED: State = State { open: false, failures: 0, strikes: 0 };
+
+    pub fn next(self, event: Event, limit: u32) -> State {
+        match event {
+            Event::Succeeded => State::CLOSED,
+            Event::Probed => State { open: false, failures: 0, ..self },
+            Event::Failed if self.open => self,
+            Event::Failed if self.failures + 1 < limit => State { failures: self.failures + 1, ..self },
+            Event::Failed => State { open: true, failures: 0, strikes: self.strikes.saturating_add(1) },
         }
+    }
+
+    /// How long until the next probe: twice as long each time it opened in vain, up to sixteen times.
+    pub fn probe_after(self, probe: Duration) -> Duration {
+        probe * (1 << self.strikes.saturating_sub(1).min(4))
     }
 }
 
@@ -67,55 +62,48 @@ pub struct Permit {
 
 impl Breaker {
     pub fn new(limit: u32) -> Self {
-        let state = Mutex::new(State::Closed { failures: 0 });
-        Breaker(Arc::new(Inner { limit: limit.max(1), state, changed: Notify::new() }))
+        Breaker(Arc::new(Inner { limit: limit.max(1), state: Mutex::new(State::CLOSED), changed: Notify::new() }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(&self, event: Event) -> bool {
-        let mut state = self.lock();
-        let before = *state;
-        let (next, may) = before.next(event, self.0.limit);
-        *state = next;
-        drop(state);
-        let closed = |state: State| matches!(state, State::Closed { .. });
-        if closed(before) && next == State::Open {
-            tracing::warn!("the memory service does not answer; memories are queued until it does");
+    fn tell(&self, event: Event) {
+        let (before, next) = {
+            let mut state = self.lock();
+            let before = *state;
+            *state = before.next(event, self.0.limit);
+            (before, *state)
+        };
+        if before.open != next.open {
+            match next.open {
+                true => tracing::warn!("the memory service does not answer; memories are queued until it does"),
+                false => tracing::info!("the memory service answers again"),
+            }
             self.0.changed.notify_one();
         }
-        if !closed(before) && closed(next) {
-            tracing::info!("the memory service answers again");
-            self.0.changed.notify_one();
-        }
-        may
     }
 
     /// May a call be made now? `None`: it would be in vain.
     pub fn permit(&self) -> Option<Permit> {
-        self.tell(Event::Asked).then(|| Permit { breaker: self.clone(), told: false })
+        (!self.is_open()).then(|| Permit { breaker: self.clone(), told: false })
     }
 
     pub fn probed(&self) {
         self.tell(Event::Probed);
     }
 
-    pub fn is_closed(&self) -> bool {
-        matches!(*self.lock(), State::Closed { .. })
+    pub fn is_open(&self) -> bool {
+        self.lock().open
     }
 
     pub fn state(&self) -> &'static str {
-        match *self.lock() {
-            State::Closed { .. } => "closed",
-            State::Open => "open",
-            State::Trying { .. } => "half_open",
-        }
+        if self.is_open() { "open" } else { "closed" }
     }
 
-    pub fn is_open(&self) -> bool {
-        *self.lock() == State::Open
+    pub fn probe_after(&self, probe: Duration) -> Duration {
+        self.lock().probe_after(probe)
     }
 
     /// Resolves when it opened or closed.
@@ -133,11 +121,15 @@ impl Permit {
     /// No call was made.
     pub fn unused(mut self) {
         self.told = true;
-        self.breaker.tell(Event::Returned);
     }
 
     pub fn failed(self) {
         drop(self);
+    }
+
+    /// What came of the call: did the service fail?
+    pub fn answered(self, failed: bool) {
+        if failed { self.failed() } else { self.succeeded() }
     }
 }
 
@@ -154,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_opens_after_failures_in_a_row_and_closes_after_one_good_trial() {
+    fn it_opens_after_failures_in_a_row_and_closes_when_a_probe_is_answered() {
         let breaker = Breaker::new(3);
         let call = || breaker.permit().expect("it is closed");
         call().failed();
@@ -162,38 +154,28 @@ mod tests {
         call().succeeded();
         call().failed();
         call().failed();
-        assert!(breaker.is_closed(), "a success in between starts the count anew");
-        call().failed();
-        assert!(breaker.is_open() && breaker.permit().is_none());
-        breaker.probed();
         call().unused();
-        let trial = breaker.permit().expect("one may try");
-        assert!(breaker.permit().is_none(), "and no other meanwhile");
-        trial.failed();
-        assert!(breaker.is_open());
-        breaker.probed();
-        call().succeeded();
-        assert!(breaker.is_closed());
+        assert!(!breaker.is_open(), "a success in between starts the count anew");
         drop(call());
-        assert_eq!(*breaker.lock(), State::Closed { failures: 1 }, "a call that was given up is a failure");
+        assert!(breaker.is_open() && breaker.permit().is_none(), "a call that was given up is a failure");
+        breaker.probed();
+        assert!(!breaker.is_open());
     }
 
     #[test]
-    fn every_state_hears_every_event() {
-        let states = [
-            State::Closed { failures: 0 },
-            State::Closed { failures: 2 },
-            State::Open,
-            State::Trying { under_way: false },
-            State::Trying { under_way: true },
-        ];
-        for state in states {
-            assert_eq!(state.next(Event::Succeeded, 3).0, State::Closed { failures: 0 });
-            assert!(!state.next(Event::Probed, 3).1, "a probe calls nobody");
-            let (next, may) = state.next(Event::Asked, 3);
-            assert!(!may || next != State::Open);
+    fn who_is_back_only_for_probes_is_asked_less_and_less() {
+        let second = Duration::from_secs(1);
+        let mut state = State::CLOSED;
+        let mut waits = Vec::new();
+        for _ in 0..7 {
+            state = state.next(Event::Failed, 1);
+            assert!(state.open);
+            waits.push(state.probe_after(second).as_secs());
+            state = state.next(Event::Probed, 1);
         }
-        assert_eq!(State::Open.next(Event::Failed, 3).0, State::Open);
-        assert_eq!(State::Closed { failures: 2 }.next(Event::Failed, 3).0, State::Open);
+        assert_eq!(waits, [1, 2, 4, 8, 16, 16, 16]);
+        state = state.next(Event::Succeeded, 1).next(Event::Failed, 1);
+        assert_eq!(state.probe_after(second), second, "a call that succeeded makes it good");
+        assert_eq!(state.next(Event::Failed, 1), state, "what was begun before it opened changes nothing");
     }
 }

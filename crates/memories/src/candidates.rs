@@ -9,7 +9,10 @@ use postrider::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::Memories;
-use crate::note::check_space;
+use crate::note::{MAX_KIND_BYTES, check_space, holds_nul};
+
+const MAX_TITLE_BYTES: usize = 1000;
+const MAX_CONTENT_BYTES: usize = 1 << 20;
 
 /// One candidate, as it comes in.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -45,15 +48,24 @@ impl std::ops::AddAssign for Imported {
 }
 
 impl NewCandidate {
-    fn check(&self) -> Result<(), String> {
-        if self.title.trim().is_empty() || self.content_md.trim().is_empty() {
-            return Err("title and content_md must not be empty".to_owned());
+    /// What is wrong with it, if anything.
+    pub fn check(&self) -> Result<(), String> {
+        let lengths = [
+            ("title", self.title.trim().len(), self.title.len(), MAX_TITLE_BYTES),
+            ("content_md", self.content_md.trim().len(), self.content_md.len(), MAX_CONTENT_BYTES),
+            ("kind", 1, self.kind.as_ref().map_or(1, String::len), MAX_KIND_BYTES),
+        ];
+        for (name, least, bytes, most) in lengths {
+            if least == 0 || !(1..=most).contains(&bytes) {
+                return Err(format!("{name} has 1 to {most} bytes, not {bytes}"));
+            }
         }
         if self.confidence.is_some_and(|confidence| !(0.0..=1.0).contains(&confidence)) {
             return Err("confidence is from 0 to 1".to_owned());
         }
         let texts = [Some(&self.title), Some(&self.content_md), self.kind.as_ref()];
-        if texts.into_iter().flatten().any(|text| text.contains('\0')) {
+        let refs = self.evidence_refs.iter().any(holds_nul);
+        if refs || texts.into_iter().flatten().any(|text| text.contains('\0')) {
             return Err("the character U+0000 cannot be stored; take it out".to_owned());
         }
         self.target_space.as_deref().map_or(Ok(()), check_space)
@@ -79,6 +91,7 @@ async fn insert(tx: &mut (dyn Tx + Send), candidate: &NewCandidate) -> Result<bo
         Dialect::Postgres => ("?::text", "?::text::jsonb", "?::float8"),
         _ => ("?", "?", "?"),
     };
+    // Everything fits its column, so nothing else is ignored.
     let (verb, tail) = match tx.dialect() {
         Dialect::Mysql => ("INSERT IGNORE", ""),
         _ => ("INSERT", " ON CONFLICT (content_sha) DO NOTHING"),

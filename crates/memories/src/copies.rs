@@ -47,20 +47,22 @@ pub(crate) struct Copy {
     pub memory_id: Option<String>,
     pub outbox_id: Option<i64>,
     pub audit_id: Option<i64>,
+    pub writer: String,
     /// The time a direct write had is over.
     pub overdue: bool,
 }
 
-const COLUMNS: &str = "id, state, memory_id, outbox_id, audit_id";
+const COLUMNS: &str = "id, state, memory_id, outbox_id, audit_id, writer";
 
 fn copy(row: &Row) -> Result<Copy> {
-    let (until, now) = (row.opt_time(5)?, row.time(6)?);
+    let (until, now) = (row.opt_time(6)?, row.time(7)?);
     Ok(Copy {
         id: row.int(0)?,
         state: State::parse(&row.text(1)?)?,
         memory_id: row.opt_text(2)?,
         outbox_id: row.opt_int(3)?,
         audit_id: row.opt_int(4)?,
+        writer: row.text(5)?,
         overdue: until.is_some_and(|until| until <= now),
     })
 }
@@ -87,6 +89,7 @@ pub(crate) async fn insert(
     tx: &mut (dyn Tx + Send),
     note: &Note,
     audit_id: i64,
+    writer: &str,
     patience: Duration,
 ) -> Result<Option<i64>> {
     let meta = (!note.meta.is_empty()).then(|| Json::Object(note.meta.clone()).to_string());
@@ -95,6 +98,7 @@ pub(crate) async fn insert(
     params.extend([
         note.payload_md.as_str().into(),
         audit_id.into(),
+        writer.into(),
         note.kind.as_deref().into(),
         meta.into(),
         Json::Array(note.evidence_refs.clone()).to_string().into(),
@@ -108,8 +112,8 @@ pub(crate) async fn insert(
         _ => ("INSERT", " ON CONFLICT (target_space, payload_sha) DO NOTHING"),
     };
     let sql = format!(
-        "{verb} INTO memory_writes (target_space, payload_sha, state, writing_until, payload_md, audit_id, kind, meta_json, evidence_refs_json, created_at, updated_at)
-         VALUES (?, ?, 'writing', {until}, ?, ?, {text}, {text}, ?, {created}, {updated}){tail}"
+        "{verb} INTO memory_writes (target_space, payload_sha, state, writing_until, payload_md, audit_id, writer, kind, meta_json, evidence_refs_json, created_at, updated_at)
+         VALUES (?, ?, 'writing', {until}, ?, ?, ?, {text}, {text}, ?, {created}, {updated}){tail}"
     );
     if tx.execute(&sql, &params).await? != 1 {
         return Ok(None);

@@ -10,11 +10,12 @@ use postrider::{Courier, Message, Outcome, Result};
 
 use crate::copies::{self, Extras, State};
 use crate::note::Note;
+use crate::tend::waiting;
 use crate::upstream::{Blame, Fault};
 use crate::{LANE, Memories};
 
-/// How long a memory waits for a correction that is ours to make.
-const OURS: Duration = Duration::from_secs(30);
+/// How long a memory waits while the service cannot be used, unless it is woken, as it is once it can.
+const AWAY: Duration = Duration::from_secs(60);
 
 /// Delivers messages of the lane [`LANE`].
 pub struct MemoryCourier(Memories);
@@ -24,9 +25,14 @@ impl Memories {
         MemoryCourier(self.clone())
     }
 
-    /// Makes every queued memory due now; answers how many waited for later.
+    /// Makes due now what waits only because the service could not be used; answers how many.
     pub async fn wake(&self) -> Result<usize> {
-        self.0.outbox.wake_waiting(LANE).await
+        self.0.outbox.wake_waiting(LANE, Some(&waiting::ALL)).await
+    }
+
+    /// Makes every queued memory due now, whatever it waits for; answers how many waited.
+    pub async fn wake_all(&self) -> Result<usize> {
+        self.0.outbox.wake_waiting(LANE, None).await
     }
 
     /// Brings given-up memories back under their ids.
@@ -97,8 +103,12 @@ impl Courier for MemoryCourier {
             }
         };
         let Some(permit) = self.0.0.breaker.permit() else {
-            return Outcome::Defer { delay: self.0.0.settings.probe, code: "BREAKER_OPEN".into() };
+            return Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() };
         };
+        if !self.0.may_scout() {
+            permit.unused();
+            return Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() };
+        }
         let note = Note {
             payload_md: text,
             space,
@@ -116,10 +126,7 @@ impl Courier for MemoryCourier {
                 Outcome::Sent { result_ref: Some(memory_id) }
             }
             Err(fault) => {
-                match fault.blame == Blame::Service && fault.code != "HTTP_429" {
-                    true => permit.failed(),
-                    false => permit.succeeded(),
-                }
+                permit.answered(fault.counts());
                 after(fault)
             }
         }
@@ -135,7 +142,7 @@ fn after(fault: Fault) -> Outcome {
     let failure = Failure::new(fault.code.clone(), fault.message, fault.reach);
     match fault.blame {
         Blame::Memory => Outcome::Dead(failure),
-        Blame::Ours => Outcome::Defer { delay: OURS, code: fault.code.into() },
+        Blame::Ours => Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() },
         Blame::Service => Outcome::Retry { fault: failure, retry_after: fault.retry_after },
     }
 }

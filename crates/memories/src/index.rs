@@ -8,8 +8,8 @@ use postrider::{Result, bulk};
 
 use crate::terms::{Probe, probes, terms};
 
-/// Of one word, the newest so many are looked at.
-const MOST_PER_TERM: usize = 2000;
+/// Of one word, the newest so many of each source are looked at.
+const MOST_PER_TERM: usize = 1000;
 /// Rows taken into the index in one transaction.
 pub(crate) const BATCH: usize = 200;
 
@@ -22,16 +22,14 @@ pub enum Source {
 }
 
 impl Source {
+    const ALL: [Source; 3] = [Source::Memory, Source::Candidate, Source::Event];
+
     pub fn as_str(self) -> &'static str {
         match self {
             Source::Memory => "memory",
             Source::Candidate => "knowledge_candidates",
             Source::Event => "logbook_events",
         }
-    }
-
-    fn parse(text: &str) -> Option<Source> {
-        [Source::Memory, Source::Candidate, Source::Event].into_iter().find(|source| source.as_str() == text)
     }
 }
 
@@ -61,8 +59,13 @@ pub(crate) async fn search(
     let probes = probes(question);
     let mut scores: HashMap<(Source, i64), f64> = HashMap::new();
     for probe in &probes {
-        let hits = hits(tx, probe, spaces).await?;
-        let weight = (1.0 + MOST_PER_TERM as f64 / (1.0 + hits.len() as f64)).ln();
+        let mut hits = Vec::new();
+        for source in Source::ALL {
+            for id in ids_of(tx, probe, source, spaces).await? {
+                hits.push((source, id));
+            }
+        }
+        let weight = (1.0 + 3.0 * MOST_PER_TERM as f64 / (1.0 + hits.len() as f64)).ln();
         for hit in hits {
             *scores.entry(hit).or_default() += weight;
         }
@@ -76,7 +79,13 @@ pub(crate) async fn search(
     Ok(found)
 }
 
-async fn hits(tx: &mut (dyn Tx + Send), probe: &Probe, spaces: Option<&[String]>) -> Result<Vec<(Source, i64)>> {
+/// What of one source has a word; each source has ids of its own, so each has its own newest.
+async fn ids_of(
+    tx: &mut (dyn Tx + Send),
+    probe: &Probe,
+    source: Source,
+    spaces: Option<&[String]>,
+) -> Result<Vec<i64>> {
     let mut params: Vec<Value> = Vec::new();
     let mut condition = match probe {
         Probe::Exact(term) => {
@@ -95,13 +104,11 @@ async fn hits(tx: &mut (dyn Tx + Send), probe: &Probe, spaces: Option<&[String]>
         params.extend(spaces.iter().map(Value::from));
         condition.push_str(&format!(" AND target_space IN ({})", vec!["?"; spaces.len() + 1].join(", ")));
     }
+    params.push(source.as_str().into());
     let sql = format!(
-        "SELECT DISTINCT source, ref_id FROM memory_terms WHERE {condition} ORDER BY ref_id DESC LIMIT {MOST_PER_TERM}"
+        "SELECT DISTINCT ref_id FROM memory_terms WHERE {condition} AND source = ? ORDER BY ref_id DESC LIMIT {MOST_PER_TERM}"
     );
-    let rows = tx.query(&sql, &params).await?;
-    let hit = |row: &postrider::tx::Row| Ok((Source::parse(&row.text(0)?), row.int(1)?));
-    let hits: Vec<(Option<Source>, i64)> = rows.iter().map(hit).collect::<Result<_>>()?;
-    Ok(hits.into_iter().filter_map(|(source, id)| Some((source?, id))).collect())
+    tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect()
 }
 
 struct Table {

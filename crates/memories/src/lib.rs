@@ -5,6 +5,7 @@
 
 pub mod audit;
 pub mod breaker;
+pub mod gate;
 pub mod note;
 pub mod terms;
 pub mod upstream;
@@ -37,11 +38,12 @@ pub use self::candidates::{Imported, NewCandidate};
 pub use self::courier::MemoryCourier;
 pub use self::note::{Governance, NewMemory, Note};
 pub use self::query::{Answer, Question, Recalled};
-pub use self::reconcile::Reconciled;
+pub use self::reconcile::{Reconciled, Scope};
 pub use self::report::{AuditStats, OutboxStats, Report};
 pub use self::settling::Settling;
 pub use self::store::{Action, Stored, code};
 pub use self::tend::Capability;
+use self::tend::Health;
 use self::upstream::OpenMemory;
 
 /// The outbox lane of memories.
@@ -87,6 +89,7 @@ pub fn lane_settings() -> LaneSettings {
     let mut settings = LaneSettings::new(LANE);
     (settings.concurrency, settings.batch) = (10, 10);
     (settings.lease, settings.poll) = (Duration::from_secs(120), Duration::from_millis(500));
+    settings.one_destination = true;
     settings.budgets.max_attempts = 5;
     let (base, max) = (Duration::from_secs(60), Duration::from_secs(3600));
     settings.budgets.backoff = Backoff::Exponential { base, max, jitter: 0.3 };
@@ -103,8 +106,7 @@ struct Inner {
     upstream: OpenMemory,
     breaker: Breaker,
     alerts: Option<Alerts>,
-    /// Why the service cannot be used, where that is ours to correct.
-    trouble: Mutex<Option<String>>,
+    health: Mutex<Health>,
 }
 
 impl Memories {
@@ -114,8 +116,8 @@ impl Memories {
         let upstream = OpenMemory::new(settings.upstream.clone())?;
         let breaker = Breaker::new(settings.breaker_failures);
         let outbox = outbox.owning(OWNER);
-        let trouble = Mutex::new(None);
-        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, trouble })))
+        let health = Mutex::default();
+        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health })))
     }
 
     pub fn default_space(&self) -> &str {

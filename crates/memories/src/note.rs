@@ -82,7 +82,7 @@ impl NewMemory {
     }
 }
 
-fn holds_nul(value: &Value) -> bool {
+pub(crate) fn holds_nul(value: &Value) -> bool {
     match value {
         Value::String(text) => text.contains('\0'),
         Value::Array(list) => list.iter().any(holds_nul),

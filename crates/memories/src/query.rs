@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::copies::{self, Found, State};
 use crate::index::{self, Source};
 use crate::note::check_space;
-use crate::upstream::{Blame, Match};
+use crate::upstream::{Fault, Match};
 use crate::{Memories, index::BATCH};
 
 /// Most results.
@@ -65,6 +65,9 @@ impl Memories {
         if !(1..=MOST).contains(&top_k) {
             return Err(Error::invalid(format!("top_k is from 1 to {MOST}")));
         }
+        if question.spaces.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::invalid("spaces names at least one space; leave it out to search all"));
+        }
         let spaces = question.spaces.filter(|spaces| !spaces.iter().any(|space| space == "*"));
         for space in spaces.iter().flatten() {
             check_space(space).map_err(Error::invalid)?;
@@ -73,8 +76,20 @@ impl Memories {
         let spaces_searched = spaces.clone().unwrap_or_else(|| vec!["*".to_owned()]);
         let (results, degraded, message) = match asked {
             Ok(matches) => {
-                let results = self.ours(matches, spaces, top_k).await?;
-                (results, false, "ok".to_owned())
+                let mut results = self.ours(matches, spaces.clone(), top_k).await?;
+                let mut message = "ok".to_owned();
+                // The service knows no spaces: others' memories may have taken the places of these.
+                if spaces.is_some() && results.len() < top_k {
+                    let more = self.fall_back(text, spaces, top_k).await?;
+                    let known = |found: &Recalled| results.iter().any(|result| result.content == found.content);
+                    let more: Vec<Recalled> = more.into_iter().filter(|found| !known(found)).collect();
+                    if !more.is_empty() {
+                        message = "ok; what OpenMemory did not rank high enough was added from local copies".to_owned();
+                    }
+                    results.extend(more);
+                    results.truncate(top_k);
+                }
+                (results, false, message)
             }
             Err(why) => {
                 let results = self.fall_back(text, spaces, top_k).await?;
@@ -97,11 +112,8 @@ impl Memories {
         // The service knows no spaces: what is not ours is taken out afterwards.
         let k = if filtered { (top_k * 4).min(MOST * 2) } else { top_k };
         let asked = self.0.upstream.query(text, k).await;
-        match &asked {
-            Err(fault) if fault.blame == Blame::Service && fault.code != "HTTP_429" => permit.failed(),
-            _ => permit.succeeded(),
-        }
-        self.note_trouble(asked.as_ref().err()).await;
+        permit.answered(asked.as_ref().is_err_and(Fault::counts));
+        self.note_trouble(asked.as_ref().err());
         asked.map_err(|fault| fault.class())
     }
 
@@ -145,7 +157,9 @@ impl Memories {
     }
 
     async fn fall_back(&self, text: String, spaces: Option<Vec<String>>, top_k: usize) -> Result<Vec<Recalled>> {
-        self.catch_up(5).await?;
+        if let Err(error) = self.catch_up(5).await {
+            tracing::warn!(%error, "what is new in the logbook is not found yet");
+        }
         let work = Arc::new((text, spaces));
         let found = self.transact(Mode::Read, move |tx| {
             let work = work.clone();
@@ -175,7 +189,11 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
     };
     let mut found: HashMap<(Source, i64), Recalled> = HashMap::new();
     for copy in copies::by_ids(tx, &ids(Source::Memory)).await? {
-        let delivered = copy.state == State::Stored;
+        // What the service refused when it was stored was never taken.
+        if copy.state == State::Dead && copy.outbox_id.is_none() {
+            continue;
+        }
+        let delivered = matches!(copy.state, State::Stored | State::Writing);
         let recalled = Recalled {
             memory_id: copy.memory_id,
             content: copy.payload_md,
@@ -202,13 +220,14 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
             let title = row.opt_text(3)?.map_or(String::new(), |title| format!("# {title}\n\n"));
             let recalled = Recalled {
                 memory_id: None,
-                content: format!("{title}{}", row.text(4)?),
+                content: format!("{title}{}", row.opt_text(4)?.unwrap_or_default()),
                 score: None,
                 space: row.opt_text(1)?,
                 source: source.as_str(),
                 kind: row.opt_text(2)?,
                 outbox_id: None,
-                created_at: row.opt_time(5)?,
+                // Others write these rows, and may have written anything.
+                created_at: row.opt_time(5).ok().flatten(),
             };
             found.insert((source, row.int(0)?), recalled);
         }

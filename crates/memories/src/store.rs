@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::clock::Tick;
+use postrider::clock::{self, Tick};
 use postrider::error::{Effect, Kind};
 use postrider::store::Mode;
 use postrider::tx::Tx;
@@ -19,7 +19,7 @@ use crate::upstream::{Addition, Blame, Fault};
 use crate::{LANE, Memories, governance};
 
 /// Beyond the service's own timeout, until a write that nobody ended counts as left behind.
-const MARGIN: Duration = Duration::from_secs(2);
+pub(crate) const MARGIN: Duration = Duration::from_secs(2);
 /// How often a twin's write is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -94,6 +94,35 @@ enum Ended {
     Refused { code: &'static str, why: String },
 }
 
+/// Why there is no answer but an error.
+#[derive(Debug)]
+struct Failed {
+    code: &'static str,
+    what: &'static str,
+    error: Error,
+}
+
+impl Failed {
+    fn first_half(error: Error) -> Self {
+        let what = "our database cannot record the write, and nothing is written unrecorded; store it again later";
+        Failed { code: code::AUDIT_WRITE_FAILED, what, error }
+    }
+
+    fn second_half(written: bool, error: Error) -> Self {
+        let (code, what) = match written {
+            true => (
+                code::AUDIT_WRITE_FAILED,
+                "OpenMemory has the memory, but our database could not record it; the record will be completed, and storing it again does no harm",
+            ),
+            false => (
+                code::OUTBOX_ENQUEUE_FAILED,
+                "neither OpenMemory nor our database takes the memory now; store it again later",
+            ),
+        };
+        Failed { code, what, error }
+    }
+}
+
 /// What the service said, or why it was not asked.
 type Called = std::result::Result<String, Fault>;
 
@@ -113,46 +142,47 @@ impl Memories {
         // A task of its own: a caller may go away, a write that was begun may not.
         let (handle, work) = (self.clone(), note.clone());
         let ended = tokio::spawn(async move { handle.store_note(&work).await }).await;
-        let ended = ended.unwrap_or_else(|e| Err((code::AUDIT_WRITE_FAILED, Error::database(e.to_string()))));
+        let ended = ended.unwrap_or_else(|e| Err(Failed::first_half(Error::database(e.to_string()))));
         answer_of(&note, ended)
     }
 
-    async fn store_note(&self, note: &Arc<Note>) -> Result<Ended, (&'static str, Error)> {
-        let began = Tick::now();
+    async fn store_note(&self, note: &Arc<Note>) -> Result<Ended, Failed> {
+        let (began, writer) = (Tick::now(), format!("{:016x}{:016x}", clock::seed(), clock::seed()));
         let patience = self.0.settings.upstream.timeout + 2 * MARGIN;
         loop {
-            let permit = self.0.settings.upstream.url.as_ref().and_then(|_| self.0.breaker.permit());
-            let begun = self.begin(note, permit.is_some()).await.map_err(|e| (code::AUDIT_WRITE_FAILED, e))?;
-            match (begun, permit) {
-                (Begun::Write { copy, audit_id }, Some(permit)) => {
-                    let called = self.call(note, permit).await;
-                    return self.end(note, copy, audit_id, called).await;
-                }
-                (begun, permit) => {
-                    if let Some(permit) = permit {
-                        permit.unused();
+            let may_call = self.0.settings.upstream.url.is_some() && !self.0.breaker.is_open();
+            let begun = self.begin(note, &writer, may_call).await.map_err(Failed::first_half)?;
+            if let Begun::Write { copy, audit_id } = begun {
+                let called = match self.0.breaker.permit() {
+                    Some(permit) => {
+                        let called = self.add(note, note.kind.as_deref(), &note.meta, None).await;
+                        permit.answered(called.as_ref().is_err_and(Fault::counts));
+                        called
                     }
-                    if let Begun::Ended(ended) = begun {
-                        self.0.outbox.ring();
-                        return Ok(ended);
-                    }
-                }
+                    None => Err(Fault::breaker_open()),
+                };
+                return self.end(note, copy, audit_id, called).await;
+            }
+            if let Begun::Ended(ended) = begun {
+                self.0.outbox.ring();
+                return Ok(ended);
             }
             if Tick::now().since(began) > patience {
                 let what = "another write of the same memory does not end";
-                return Err((code::AUDIT_WRITE_FAILED, Error::new(Kind::Busy, what)));
+                return Err(Failed::first_half(Error::new(Kind::Busy, what)));
             }
             tokio::time::sleep(LOOK).await;
         }
     }
 
     /// The first half: the audit, and a copy in the state `writing`; or, where the service is not to be called, all of it.
-    async fn begin(&self, note: &Arc<Note>, may_call: bool) -> Result<Begun> {
+    async fn begin(&self, note: &Arc<Note>, writer: &str, may_call: bool) -> Result<Begun> {
+        let writer: Arc<str> = writer.into();
         for round in 0.. {
-            let (handle, work) = (self.clone(), note.clone());
+            let (handle, work, writer) = (self.clone(), note.clone(), writer.clone());
             let begun = self.transact(Mode::Write, move |tx| {
-                let (handle, note) = (handle.clone(), work.clone());
-                Box::pin(async move { handle.begin_in(tx, &note, may_call).await })
+                let (handle, note, writer) = (handle.clone(), work.clone(), writer.clone());
+                Box::pin(async move { handle.begin_in(tx, &note, &writer, may_call).await })
             });
             match begun.await {
                 // What was written is found then: its content is its key.
@@ -163,7 +193,7 @@ impl Memories {
         unreachable!("the loop ends by returning")
     }
 
-    async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, may_call: bool) -> Result<Begun> {
+    async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, writer: &str, may_call: bool) -> Result<Begun> {
         if let Some((rule, why)) = governance::of(tx, &note.space).await?.refuses(note) {
             let reason = format!("governance:{rule}");
             let end = End { action: "reject", reason, status: "failed", outbox_id: None, memory_id: None };
@@ -171,11 +201,11 @@ impl Memories {
             return Ok(Begun::Ended(Ended::Refused { code: "GOVERNANCE_REJECTED", why }));
         }
         if let Some(copy) = copies::find(tx, &note.space, &note.payload_sha, true).await? {
-            return self.meet(tx, note, &copy).await;
+            return self.meet(tx, note, &copy, writer).await;
         }
         let audit_id = audit::write(tx, note, &End::pending()).await?;
         let patience = self.0.settings.upstream.timeout + MARGIN;
-        let Some(copy) = copies::insert(tx, note, audit_id, patience).await? else {
+        let Some(copy) = copies::insert(tx, note, audit_id, writer, patience).await? else {
             return Err(Error::new(Kind::Busy, "the same memory was stored a moment ago; try again"));
         };
         if may_call {
@@ -189,7 +219,20 @@ impl Memories {
     }
 
     /// The same content in the same space was here before.
-    async fn meet(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: &Copy) -> Result<Begun> {
+    async fn meet(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: &Copy, writer: &str) -> Result<Begun> {
+        if copy.writer == writer {
+            // Our own, from a first half whose answer was lost.
+            match (copy.state, copy.audit_id, copy.outbox_id) {
+                (State::Writing, Some(audit_id), _) if !copy.overdue => {
+                    return Ok(Begun::Write { copy: copy.id, audit_id });
+                }
+                (State::Queued, _, Some(outbox_id)) => {
+                    let why = "openmemory_write_failed:breaker_open".to_owned();
+                    return Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }));
+                }
+                _ => {}
+            }
+        }
         match (copy.state, &copy.memory_id, copy.outbox_id) {
             (State::Writing, ..) if !copy.overdue => Ok(Begun::Wait),
             (State::Stored, Some(memory_id), _) => {
@@ -233,15 +276,6 @@ impl Memories {
         Ok(id)
     }
 
-    async fn call(&self, note: &Note, permit: crate::breaker::Permit) -> Called {
-        let called = self.add(note, note.kind.as_deref(), &note.meta, None).await;
-        match &called {
-            Err(fault) if fault.blame == Blame::Service && fault.code != "HTTP_429" => permit.failed(),
-            _ => permit.succeeded(),
-        }
-        called
-    }
-
     /// One write to the service, with what tells whose it is.
     pub(crate) async fn add(
         &self,
@@ -255,27 +289,18 @@ impl Memories {
             ("target_space".to_owned(), json!(note.space)),
             ("payload_sha".to_owned(), json!(note.payload_sha)),
             ("outbox_id".to_owned(), json!(outbox_id)),
-            ("kind".to_owned(), json!(kind)),
         ]);
+        metadata.extend(kind.map(|kind| ("kind".to_owned(), json!(kind))));
         let tags = [note.space.as_str()].into_iter().chain(kind).collect();
         let addition = Addition { content: &note.payload_md, tags, metadata: Value::Object(metadata) };
         let called = self.0.upstream.add(&addition).await;
-        self.note_trouble(called.as_ref().err()).await;
+        self.note_trouble(called.as_ref().err());
         called
     }
 
     /// The second half.
-    async fn end(
-        &self,
-        note: &Arc<Note>,
-        copy: i64,
-        audit_id: i64,
-        called: Called,
-    ) -> Result<Ended, (&'static str, Error)> {
-        let failed = match &called {
-            Ok(_) => code::AUDIT_WRITE_FAILED,
-            Err(_) => code::OUTBOX_ENQUEUE_FAILED,
-        };
+    async fn end(&self, note: &Arc<Note>, copy: i64, audit_id: i64, called: Called) -> Result<Ended, Failed> {
+        let written = called.is_ok();
         let work = Arc::new((note.clone(), called));
         for round in 0.. {
             let (handle, work) = (self.clone(), work.clone());
@@ -285,7 +310,7 @@ impl Memories {
             });
             match ended.await {
                 Err(error) if error.effect == Effect::Unknown && round < 3 => {}
-                Err(error) => return Err((failed, error)),
+                Err(error) => return Err(Failed::second_half(written, error)),
                 Ok(ended) => {
                     if matches!(ended, Ended::Queued { .. }) {
                         self.0.outbox.ring();
@@ -310,13 +335,16 @@ impl Memories {
         let ours = copy.id == id && copy.state == State::Writing && copy.audit_id == Some(audit_id);
         match called {
             Ok(memory_id) => {
-                if ours {
-                    copies::become_(tx, id, State::Stored, Some(memory_id), None).await?;
+                // Also where somebody thought us gone and queued it: the flush then finds it stored.
+                if copy.state != State::Stored {
+                    copies::become_(tx, copy.id, State::Stored, Some(memory_id), None).await?;
                 }
                 let reason = "openmemory_write_success".to_owned();
                 let end =
                     End { action: "allow", reason, status: "success", outbox_id: None, memory_id: Some(memory_id) };
-                audit::end(tx, audit_id, note, &end).await?;
+                if !audit::end(tx, audit_id, note, &end).await? && !ours {
+                    audit::write(tx, note, &end).await?;
+                }
                 Ok(Ended::Stored { memory_id: memory_id.clone(), again: false })
             }
             Err(fault) if fault.blame == Blame::Memory => {
@@ -364,7 +392,7 @@ fn blank(correlation_id: String, evidence_refs: Vec<Value>, action: Action, mess
     }
 }
 
-fn answer_of(note: &Note, ended: Result<Ended, (&'static str, Error)>) -> Stored {
+fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
     let blank = |action, message| Stored {
         payload_sha: Some(note.payload_sha.clone()),
         ..blank(note.correlation_id.clone(), note.evidence_refs.clone(), action, message)
@@ -386,14 +414,8 @@ fn answer_of(note: &Note, ended: Result<Ended, (&'static str, Error)>) -> Stored
             Stored { outbox_id: Some(outbox_id), deduplicated: again, ..blank(Action::Deferred, message) }
         }
         Ok(Ended::Refused { code, why }) => Stored { error: Some(code), ..blank(Action::Reject, why) },
-        Err((code, error)) => {
+        Err(Failed { code, what, error }) => {
             tracing::error!(%error, code, correlation_id = note.correlation_id, "a memory could not be stored");
-            let what = match code {
-                code::OUTBOX_ENQUEUE_FAILED => {
-                    "neither OpenMemory nor our database takes the memory now; store it again later"
-                }
-                _ => "our database cannot record the write, and nothing is written unrecorded; store it again later",
-            };
             Stored { error: Some(code), ..blank(Action::Error, format!("{code}: {what}")) }
         }
     }

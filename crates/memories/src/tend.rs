@@ -9,10 +9,20 @@ use postrider::clock::{self, Tick};
 use serde::Serialize;
 
 use crate::Memories;
+use crate::reconcile::Scope;
 use crate::upstream::{Blame, Fault};
 
 /// How often audits are completed and the index catches up.
 const EVERY: Duration = Duration::from_secs(30);
+/// How often a queued memory is tried while the service cannot be used as it is configured.
+const SCOUT_EVERY: Duration = Duration::from_secs(30);
+
+/// What the flush gives memories back with while the service cannot be used; these are woken when it can.
+pub(crate) mod waiting {
+    pub const BREAKER_OPEN: &str = "BREAKER_OPEN";
+    pub const UNUSABLE: &str = "OPENMEMORY_UNUSABLE";
+    pub const ALL: [&str; 2] = [BREAKER_OPEN, UNUSABLE];
+}
 
 /// Whether the memory service can be used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -23,31 +33,56 @@ pub struct Capability {
     pub detail: Option<String>,
 }
 
+/// What is known of the service besides the breaker.
+#[derive(Default)]
+pub(crate) struct Health {
+    /// Why it cannot be used, where that is ours to correct, and when a queued memory may try again.
+    trouble: Option<(String, Tick)>,
+    /// It was told that the service cannot be used.
+    told: bool,
+}
+
 impl Memories {
     /// Does all of it until told to stop.
     pub async fn tend(&self, stopped: impl Future<Output = ()>) {
-        let mut stopped = std::pin::pin!(stopped);
-        let mut last: Option<Tick> = None;
+        tokio::select! {
+            () = stopped => {}
+            () = self.probe_for_ever() => {}
+            () = self.tidy_for_ever() => {}
+        }
+    }
+
+    async fn probe_for_ever(&self) {
         loop {
-            if last.is_none_or(|last| Tick::now().since(last) >= EVERY) {
-                self.tidy().await;
-                last = Some(Tick::now());
+            self.tell_of_change().await;
+            if !self.0.breaker.is_open() {
+                self.0.breaker.changed().await;
+                continue;
             }
-            let pause = if self.0.breaker.is_closed() { EVERY } else { self.0.settings.probe };
-            tokio::select! {
-                () = &mut stopped => return,
-                () = self.0.breaker.changed() => self.tell_of_breaker().await,
-                () = tokio::time::sleep(pause.mul_f64(0.9 + clock::chance() / 5.0)) => {}
-            }
-            if self.0.breaker.is_open() && self.0.upstream.health().await.is_ok() {
-                self.0.breaker.probed();
-                self.wake_all().await;
+            let pause = self.0.breaker.probe_after(self.0.settings.probe);
+            tokio::time::sleep(pause.mul_f64(0.9 + clock::chance() / 5.0)).await;
+            // A question is as good as a write to find out, and does no harm.
+            match self.0.upstream.query("postrider", 1).await {
+                Err(fault) if fault.blame == Blame::Service => {}
+                answered => {
+                    self.note_trouble(answered.as_ref().err());
+                    self.0.breaker.probed();
+                }
             }
         }
     }
 
+    async fn tidy_for_ever(&self) {
+        loop {
+            let memories = self.clone();
+            // A task of its own: what is begun is not cut off when we are told to stop.
+            let _ = tokio::spawn(async move { memories.tidy().await }).await;
+            tokio::time::sleep(EVERY.mul_f64(0.9 + clock::chance() / 5.0)).await;
+        }
+    }
+
     async fn tidy(&self) {
-        if let Err(error) = self.reconcile(true).await {
+        if let Err(error) = self.reconcile(Scope::Recent, true).await {
             tracing::warn!(%error, "audits could not be completed; it will be tried again");
         }
         if let Err(error) = self.catch_up(10).await {
@@ -55,25 +90,102 @@ impl Memories {
         }
     }
 
-    async fn wake_all(&self) {
-        if let Err(error) = self.wake().await {
-            tracing::warn!(%error, "memories that waited could not be woken; they come by themselves");
+    fn health(&self) -> std::sync::MutexGuard<'_, Health> {
+        self.0.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why the service cannot be used now, if so.
+    fn unusable(&self) -> Option<String> {
+        if self.0.settings.upstream.url.is_none() {
+            return Some(Fault::not_configured().message);
+        }
+        let trouble = self.health().trouble.as_ref().map(|(why, _)| why.clone());
+        let open = || self.0.breaker.is_open().then(|| "it does not answer; memories are queued".to_owned());
+        trouble.or_else(open)
+    }
+
+    /// As this process knows it from its last calls.
+    pub fn capability(&self) -> Capability {
+        let detail = self.unusable();
+        Capability { status: if detail.is_some() { "failed" } else { "ok" }, detail }
+    }
+
+    /// Asks the service itself how it is.
+    pub async fn check(&self) -> Capability {
+        match self.0.upstream.health().await {
+            Ok(_) => self.capability(),
+            Err(fault) => Capability { status: "failed", detail: Some(format!("{} {}", fault.code, fault.message)) },
         }
     }
 
-    async fn tell_of_breaker(&self) {
-        let open = !self.0.breaker.is_closed();
-        if !open {
-            self.wake_all().await;
+    /// May a queued memory be shown to the service? While it cannot be used as it is configured, one now and then.
+    pub(crate) fn may_scout(&self) -> bool {
+        let mut health = self.health();
+        let Some((_, next)) = &mut health.trouble else { return true };
+        let now = Tick::now();
+        let may = now >= *next;
+        if may {
+            *next = now.plus(SCOUT_EVERY);
         }
-        self.tell(open, "it does not answer; memories are queued until it does").await;
+        may
     }
 
-    async fn tell(&self, trouble: bool, why: &str) {
+    /// Keeps what only a person can correct; a call that was answered well clears it.
+    pub(crate) fn note_trouble(&self, fault: Option<&Fault>) {
+        let ours = match fault {
+            Some(fault) if fault.blame == Blame::Ours => Some(format!("{} {}", fault.code, fault.message)),
+            // It does not answer at all: nothing is known about the rest.
+            Some(fault) if fault.blame == Blame::Service => return,
+            _ => None,
+        };
+        let changed = {
+            let mut health = self.health();
+            let changed = health.trouble.is_some() != ours.is_some();
+            let next = health.trouble.take().map_or_else(Tick::now, |(_, next)| next);
+            health.trouble = ours.clone().map(|why| (why, next));
+            changed
+        };
+        if let (true, Some(why)) = (changed, &ours) {
+            tracing::error!(
+                why,
+                "OpenMemory cannot be used as it is configured; memories are queued until [memory] url and api_key are right"
+            );
+        }
+        if changed {
+            // Nobody who stores a memory waits for it.
+            let memories = self.clone();
+            tokio::spawn(async move { memories.tell_of_change().await });
+        }
+    }
+
+    /// Wakes what waited for the service; and a little later what was just then being given back.
+    async fn wake_now_and_again(&self) {
+        for pause in [0, 1, 4] {
+            tokio::time::sleep(Duration::from_secs(pause)).await;
+            if let Err(error) = self.wake().await {
+                tracing::warn!(%error, "memories that waited could not be woken; they come by themselves");
+            }
+        }
+    }
+
+    /// Tells whoever should know when the service can no longer be used, and when it can again; wakes what waited for it.
+    async fn tell_of_change(&self) {
+        let unusable = self.unusable();
+        {
+            let mut health = self.health();
+            if health.told == unusable.is_some() {
+                return;
+            }
+            health.told = unusable.is_some();
+        }
+        if unusable.is_none() {
+            let memories = self.clone();
+            tokio::spawn(async move { memories.wake_now_and_again().await });
+        }
         let Some(alerts) = &self.0.alerts else { return };
-        let message = match trouble {
-            true => format!("the capability openmemory failed: {why}"),
-            false => "the capability openmemory is back".to_owned(),
+        let message = match &unusable {
+            Some(why) => format!("the capability openmemory failed: {why}"),
+            None => "the capability openmemory is back".to_owned(),
         };
         let alert = Alert {
             kind: "capability_failed",
@@ -82,61 +194,8 @@ impl Memories {
             count: 1,
             details: serde_json::json!({ "capability": "openmemory" }),
         };
-        if let Err(error) = alerts.tell(alert, trouble).await {
+        if let Err(error) = alerts.tell(alert, unusable.is_some()).await {
             tracing::warn!(%error, "an alert could not be written");
-        }
-    }
-
-    /// Keeps what only a person can correct, and says it once; a call that was answered clears it.
-    pub(crate) async fn note_trouble(&self, fault: Option<&Fault>) {
-        let ours = match fault {
-            Some(fault) if fault.blame == Blame::Ours => Some(format!("{} {}", fault.code, fault.message)),
-            // It does not answer at all: nothing is known about the rest.
-            Some(fault) if fault.blame == Blame::Service => return,
-            _ => None,
-        };
-        let changed = {
-            let mut trouble = self.0.trouble.lock().unwrap_or_else(PoisonError::into_inner);
-            let changed = trouble.is_some() != ours.is_some();
-            trouble.clone_from(&ours);
-            changed
-        };
-        match (changed, ours) {
-            (false, _) => {}
-            (true, Some(why)) => {
-                tracing::error!(
-                    why,
-                    "OpenMemory cannot be used as it is configured; memories are queued until [memory] url and api_key are right"
-                );
-                self.tell(true, &format!("{why}; correct [memory] url or api_key")).await;
-            }
-            (true, None) => {
-                tracing::info!("OpenMemory takes our calls again");
-                self.wake_all().await;
-                self.tell(false, "").await;
-            }
-        }
-    }
-
-    /// As this process knows it from its last calls.
-    pub fn capability(&self) -> Capability {
-        let failed = |detail: String| Capability { status: "failed", detail: Some(detail) };
-        if self.0.settings.upstream.url.is_none() {
-            return failed(Fault::not_configured().message);
-        }
-        let trouble = self.0.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        match trouble {
-            Some(why) => failed(why),
-            None if !self.0.breaker.is_closed() => failed("it does not answer; memories are queued".to_owned()),
-            None => Capability { status: "ok", detail: None },
-        }
-    }
-
-    /// Asks the service itself how it is.
-    pub async fn check(&self) -> Capability {
-        match self.0.upstream.health().await {
-            Ok(_) => self.capability(),
-            Err(fault) => Capability { status: "failed", detail: Some(format!("{} {}", fault.code, fault.message)) },
         }
     }
 }

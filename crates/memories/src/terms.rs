@@ -10,6 +10,9 @@ pub const MAX_TERM: usize = 64;
 /// Most terms of one text; the rest of a very long one is not indexed.
 const MAX_TERMS: usize = 5000;
 
+/// Most words of a question that are looked up.
+const MAX_PROBES: usize = 32;
+
 /// What to look up for one word of a question.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Probe {
@@ -47,7 +50,7 @@ pub fn probes(question: &str) -> Vec<Probe> {
             Run::Dense(chars) => found.extend(chars.windows(2).map(|pair| Probe::Exact(encode(pair)))),
         }
     }
-    found.into_iter().take(64).collect()
+    found.into_iter().take(MAX_PROBES).collect()
 }
 
 enum Run {

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request};
 use http_body_util::Full;
+use postrider::clock::Tick;
 use postrider::couriers::exchange::{Answer, Exchange, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
@@ -16,6 +17,8 @@ use url::Url;
 
 /// Most bytes of an answer.
 const MOST_BODY: usize = 4 << 20;
+/// A refused key is read again at most this often.
+const KEY_EVERY: Duration = Duration::from_secs(3);
 
 /// Which of its two servers it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +57,15 @@ impl Fault {
     /// As the audit names it: `openmemory_write_failed:<class>`.
     pub fn class(&self) -> String {
         self.code.to_ascii_lowercase()
+    }
+
+    /// Does the breaker count it? A limit that was told is no outage.
+    pub fn counts(&self) -> bool {
+        self.blame == Blame::Service && self.code != "HTTP_429"
+    }
+
+    pub fn breaker_open() -> Self {
+        Fault::new("BREAKER_OPEN", "OpenMemory did not answer before", Blame::Service, Reach::NeverSent)
     }
 
     pub fn not_configured() -> Self {
@@ -101,20 +113,34 @@ pub struct OpenMemory {
     /// Found out at the first call, and again after a failure.
     dialect: Mutex<Option<Dialect>>,
     key: Mutex<Option<HeaderValue>>,
+    key_read_at: Mutex<Option<Tick>>,
 }
 
 impl OpenMemory {
     pub fn new(settings: Settings) -> Result<Self> {
         let exchange = Exchange::new(Arc::new(System), settings.timeout)?;
         let key = header_of(&settings)?;
-        Ok(OpenMemory { exchange, settings, dialect: Mutex::new(None), key: Mutex::new(key) })
+        let (dialect, key_read_at) = (Mutex::new(None), Mutex::new(None));
+        Ok(OpenMemory { exchange, settings, dialect, key: Mutex::new(key), key_read_at })
     }
 
     /// Is it there, and which is it?
     pub async fn health(&self) -> Result<Dialect, Fault> {
-        let (status, body) = self.call(Method::GET, "/health", None).await?;
+        self.health_by(self.deadline()).await
+    }
+
+    /// One call, whatever it takes (finding out the dialect, a key read again), has one timeout.
+    fn deadline(&self) -> Tick {
+        Tick::now().plus(self.settings.timeout)
+    }
+
+    async fn health_by(&self, deadline: Tick) -> Result<Dialect, Fault> {
+        let (status, body) = self.call(Method::GET, "/health", None, deadline).await?;
         if !(200..300).contains(&status.0) {
-            return Err(classify(status.0, &body, &status.1));
+            let fault = classify(status.0, &body, &status.1);
+            // No memory was shown to it, so none is to blame.
+            let blame = if fault.blame == Blame::Memory { Blame::Ours } else { fault.blame };
+            return Err(Fault { blame, reach: Reach::NeverSent, ..fault });
         }
         let dialect = dialect_of(&body).ok_or_else(|| {
             let what = "what answers at /health is no OpenMemory; correct [memory] url";
@@ -126,36 +152,38 @@ impl OpenMemory {
 
     /// Writes a memory; its id. An answer without one is a failure.
     pub async fn add(&self, addition: &Addition<'_>) -> Result<String, Fault> {
-        self.known_dialect().await?;
+        let deadline = self.deadline();
+        self.known_dialect(deadline).await?;
         let body = json!({ "content": addition.content, "tags": addition.tags, "metadata": addition.metadata });
-        let body = self.ask("/memory/add", &body).await?;
+        let body = self.ask("/memory/add", &body, deadline).await?;
         id_of(&body)
             .ok_or_else(|| Fault::new("NO_ID", "OpenMemory answered without an id", Blame::Service, Reach::Unknown))
     }
 
     pub async fn query(&self, question: &str, k: usize) -> Result<Vec<Match>, Fault> {
-        let (path, body, list) = match self.known_dialect().await? {
+        let deadline = self.deadline();
+        let (path, body, list) = match self.known_dialect(deadline).await? {
             Dialect::Js => ("/memory/query", json!({ "query": question, "k": k }), "matches"),
             Dialect::Py => ("/memory/search", json!({ "query": question, "limit": k }), "results"),
         };
-        let body = self.ask(path, &body).await?;
+        let body = self.ask(path, &body, deadline).await?;
         let strange = || Fault::new("RESPONSE_INVALID", "no list of matches", Blame::Service, Reach::Answered);
         let found = body.get(list).and_then(Value::as_array).ok_or_else(strange)?;
         Ok(found.iter().filter_map(match_of).collect())
     }
 
-    async fn known_dialect(&self) -> Result<Dialect, Fault> {
+    async fn known_dialect(&self, deadline: Tick) -> Result<Dialect, Fault> {
         let known = *self.dialect.lock().unwrap_or_else(PoisonError::into_inner);
         match known {
             Some(dialect) => Ok(dialect),
-            None => self.health().await,
+            None => self.health_by(deadline).await,
         }
     }
 
-    async fn ask(&self, path: &str, body: &Value) -> Result<Value, Fault> {
-        let mut answer = self.call(Method::POST, path, Some(body)).await;
-        if matches!(&answer, Ok((status, _)) if matches!(status.0, 401 | 403)) && self.renew_key() {
-            answer = self.call(Method::POST, path, Some(body)).await;
+    async fn ask(&self, path: &str, body: &Value, deadline: Tick) -> Result<Value, Fault> {
+        let mut answer = self.call(Method::POST, path, Some(body), deadline).await;
+        if matches!(&answer, Ok((status, _)) if matches!(status.0, 401 | 403)) && self.renew_key(deadline).await {
+            answer = self.call(Method::POST, path, Some(body), deadline).await;
         }
         let forget = || *self.dialect.lock().unwrap_or_else(PoisonError::into_inner) = None;
         let (status, body) = answer.inspect_err(|_| forget())?;
@@ -166,9 +194,20 @@ impl OpenMemory {
         Err(classify(status.0, &body, &status.1))
     }
 
-    /// Reads the key again from where it is kept; was it changed?
-    fn renew_key(&self) -> bool {
-        let Ok(fresh) = header_of(&self.settings) else { return false };
+    /// Reads the key again from where it is kept, now and then; was it changed?
+    async fn renew_key(&self, deadline: Tick) -> bool {
+        {
+            let mut read_at = self.key_read_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = Tick::now();
+            if read_at.is_some_and(|at| now.since(at) < KEY_EVERY) {
+                return false;
+            }
+            *read_at = Some(now);
+        }
+        let settings = self.settings.clone();
+        // A secrets manager's client may take its time.
+        let read = tokio::task::spawn_blocking(move || header_of(&settings));
+        let Ok(Ok(Ok(fresh))) = tokio::time::timeout(deadline.since(Tick::now()), read).await else { return false };
         let mut key = self.key.lock().unwrap_or_else(PoisonError::into_inner);
         let changed = *key != fresh;
         *key = fresh;
@@ -180,6 +219,7 @@ impl OpenMemory {
         method: Method,
         path: &str,
         body: Option<&Value>,
+        deadline: Tick,
     ) -> Result<((u16, Option<Duration>), Value), Fault> {
         let url = self.settings.url.as_ref().ok_or_else(Fault::not_configured)?;
         let address = format!("{}{path}", url.as_str().trim_end_matches('/'));
@@ -194,7 +234,11 @@ impl OpenMemory {
         let request = Request::builder().method(method).uri(address).body(Full::new(bytes));
         let mut request = request.map_err(|e| Fault::new("BAD_URL", e.to_string(), Blame::Ours, Reach::NeverSent))?;
         *request.headers_mut() = headers;
-        match self.exchange.ask(request, self.settings.timeout, MOST_BODY).await {
+        let left = deadline.since(Tick::now());
+        if left.is_zero() {
+            return Err(Fault::new("TIMEOUT", "there was no time left to ask", Blame::Service, Reach::NeverSent));
+        }
+        match self.exchange.ask(request, left, MOST_BODY).await {
             Answer::Answered { status, headers, body, whole, .. } => {
                 if status.is_success() && !whole {
                     let what = "the answer broke off";
@@ -228,7 +272,12 @@ fn dialect_of(body: &Value) -> Option<Dialect> {
 /// `{"id"}` or `{"success":true,"data":{"id"}}`.
 fn id_of(body: &Value) -> Option<String> {
     let id = body.get("id").or_else(|| body.get("data").and_then(|data| data.get("id")))?;
-    text_of(id).filter(|id| !id.is_empty() && id.len() <= 500)
+    text_of(id).filter(|id| is_id(id))
+}
+
+/// It goes into our database and back.
+fn is_id(id: &str) -> bool {
+    (1..=500).contains(&id.len()) && !id.chars().any(char::is_control)
 }
 
 fn text_of(value: &Value) -> Option<String> {
@@ -241,8 +290,8 @@ fn text_of(value: &Value) -> Option<String> {
 
 fn match_of(found: &Value) -> Option<Match> {
     Some(Match {
-        id: text_of(found.get("id")?)?,
-        content: found.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
+        id: text_of(found.get("id")?).filter(|id| is_id(id))?,
+        content: found.get("content").and_then(Value::as_str).unwrap_or_default().replace('\0', ""),
         score: found.get("score").and_then(Value::as_f64),
     })
 }
@@ -252,8 +301,12 @@ fn classify(status: u16, body: &Value, retry_after: &Option<Duration>) -> Fault 
     let said = ["error", "err", "detail", "message"].iter().find_map(|name| body.get(name));
     let said = said.map_or(String::new(), |said| text_of(said).unwrap_or_else(|| said.to_string()));
     let not_configured = said.contains("auth_not_configured");
+    // What is not in its words was not said by OpenMemory, but by something before it.
+    let its_own = body.is_object() && !said.is_empty();
     let blame = match status {
-        400 | 413 | 422 => Blame::Memory,
+        413 => Blame::Memory,
+        400 | 422 if its_own => Blame::Memory,
+        400 | 422 => Blame::Ours,
         401 | 403 | 404 | 405 => Blame::Ours,
         503 if not_configured => Blame::Ours,
         300..=399 => Blame::Ours,
@@ -274,6 +327,7 @@ mod tests {
     fn whose_fault_it_is() {
         for (status, body, blame) in [
             (400, json!({"error": "invalid_input"}), Blame::Memory),
+            (400, Value::Null, Blame::Ours),
             (413, Value::Null, Blame::Memory),
             (422, json!({"detail": [{"loc": ["content"]}]}), Blame::Memory),
             (401, json!({"error": "authentication_required"}), Blame::Ours),
@@ -301,7 +355,8 @@ mod tests {
         assert_eq!(dialect_of(&json!({"status": "down"})), None);
         assert_eq!(id_of(&json!({"id": "a", "deduplicated": true})).as_deref(), Some("a"));
         assert_eq!(id_of(&json!({"success": true, "data": {"id": 7}})).as_deref(), Some("7"));
-        for nothing in [json!({}), json!({"id": ""}), json!({"id": null}), json!({"data": {}})] {
+        for nothing in [json!({}), json!({"id": ""}), json!({"id": "a\u{0}"}), json!({"id": null}), json!({"data": {}})]
+        {
             assert_eq!(id_of(&nothing), None, "{nothing}");
         }
     }

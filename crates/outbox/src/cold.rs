@@ -108,17 +108,26 @@ pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[St
 }
 
 /// Makes messages of a lane that wait unheld for a later time due now, at most so many; answers how many.
-pub(crate) async fn wake_waiting(tx: &mut (dyn Tx + Send), lane: &str, shards: u32, limit: usize) -> Result<usize> {
+pub(crate) async fn wake_waiting(
+    tx: &mut (dyn Tx + Send),
+    lane: &str,
+    shards: u32,
+    codes: Option<&[String]>,
+    limit: usize,
+) -> Result<usize> {
     let mut ids = Vec::new();
+    let only =
+        codes.map_or(String::new(), |codes| format!(" AND last_error_code IN ({})", vec!["?"; codes.len()].join(", ")));
     let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
     for shard in 0..shards {
         let mut params: Vec<Value> = vec![lane.into(), shard.into()];
         let now = tx.now().plus(0, &mut params);
         let sql = format!(
-            "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {now} AND locked_by IS NULL
+            "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {now} AND locked_by IS NULL{only}
              ORDER BY due_at, id LIMIT {}{skip}",
             limit - ids.len()
         );
+        params.extend(codes.into_iter().flatten().map(Value::from));
         for row in tx.query(&sql, &params).await? {
             ids.push(row.int(0)?);
         }

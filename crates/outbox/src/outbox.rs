@@ -295,16 +295,19 @@ impl Outbox {
         Ok(woken)
     }
 
-    /// Makes all messages of a lane that wait for a later time due now: what kept them back is over. Answers how many.
-    pub async fn wake_waiting(&self, lane: &str) -> Result<usize> {
+    /// Makes messages of a lane that wait for a later time due now: what kept them back is over. Only those that were given
+    /// back or failed with one of these codes last, if any are named. Answers how many.
+    pub async fn wake_waiting(&self, lane: &str, codes: Option<&[&str]>) -> Result<usize> {
         const BATCH: usize = 500;
         let shards = self.lanes().get(lane)?.shards;
-        let (lane, mut woken): (Arc<str>, usize) = (lane.into(), 0);
+        let codes: Option<Vec<String>> = codes.map(|codes| codes.iter().map(|code| (*code).to_owned()).collect());
+        let work = Arc::new((lane.to_owned(), codes));
+        let mut woken = 0;
         loop {
-            let lane = lane.clone();
+            let work = work.clone();
             let batch = transact(&*self.store, Mode::Write, move |tx| {
-                let lane = lane.clone();
-                Box::pin(async move { cold::wake_waiting(tx, &lane, shards, BATCH).await })
+                let work = work.clone();
+                Box::pin(async move { cold::wake_waiting(tx, &work.0, shards, work.1.as_deref(), BATCH).await })
             })
             .await?;
             woken += batch;

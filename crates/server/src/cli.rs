@@ -347,6 +347,9 @@ pub struct StoreMemory {
     /// On whose behalf
     #[arg(long, value_name = "USER")]
     pub actor: Option<String>,
+    /// Anything else to keep with it, as a JSON object
+    #[arg(long, value_name = "JSON")]
+    pub meta: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -9,7 +9,7 @@ use rmcp::model::{
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::http::Caller;
 use crate::tools::{TOOLS, Tool, Tools};
@@ -70,13 +70,8 @@ impl ServerHandler for Server {
         let header = parts.and_then(|parts| parts.headers.get("x-correlation-id")?.to_str().ok());
         let correlation_id = header.map_or_else(new_correlation_id, str::to_owned);
         let arguments = request.arguments.unwrap_or_default();
-        let (body, failed) = match self.tools.call(&caller, &request.name, arguments, &correlation_id).await {
-            Ok(answered) => (answered.body.clone(), answered.is_error()),
-            Err(refusal) => {
-                let error = json!({ "code": refusal.code, "message": refusal.message, "details": refusal.details });
-                (json!({ "ok": false, "error": error, "correlation_id": correlation_id }), true)
-            }
-        };
+        let answered = self.tools.call(&caller, &request.name, arguments, &correlation_id).await;
+        let (failed, body) = (answered.is_error(), answered.body);
         let text = vec![ContentBlock::text(body.to_string())];
         let mut result = if failed { CallToolResult::error(text) } else { CallToolResult::success(text) };
         result.structured_content = Some(body);

@@ -45,6 +45,11 @@ enum Mood {
     /// Every call to a memory is answered with this status.
     Status {
         status: u16,
+        error: Option<String>,
+    },
+    /// Questions are answered, and what is to be added with this status.
+    FailWrites {
+        status: u16,
     },
     /// It does what it is told, and its answer is lost.
     LoseReply,
@@ -69,7 +74,9 @@ struct Inner {
     calls: u64,
     /// Requests to add that were carried out.
     adds: u64,
+    failed_adds: u64,
     file: Option<std::fs::File>,
+    keep_duplicates: bool,
 }
 
 /// A running one.
@@ -89,6 +96,9 @@ pub struct Settings {
     /// The key it wants
     #[arg(long)]
     pub api_key: Option<String>,
+    /// Takes the same content twice as two memories, unlike the real one
+    #[arg(long)]
+    pub keep_duplicates: bool,
 }
 
 /// The connection ends without an answer.
@@ -106,18 +116,30 @@ impl std::error::Error for Lost {}
 type Answer = Result<(StatusCode, Value), Lost>;
 
 impl OpenMemory {
-    pub fn new(dialect: Dialect, data: Option<PathBuf>, key: Option<String>) -> Result<Self> {
+    pub fn new(settings: &Settings) -> Result<Self> {
         let wrong = |e: std::io::Error| Failure::failed(format!("the stand-in's data cannot be kept: {e}"));
         let mut memories = Vec::new();
-        let file = match data {
+        let file = match &settings.data {
             None => None,
             Some(path) => {
-                let text = std::fs::read_to_string(&path).unwrap_or_default();
+                let text = std::fs::read_to_string(path).unwrap_or_default();
                 memories.extend(text.lines().filter_map(|line| serde_json::from_str(line).ok()));
                 Some(std::fs::OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?)
             }
         };
-        let inner = Inner { dialect, key, mood: Mood::Well, memories, calls: 0, adds: 0, file };
+        let Settings { dialect, api_key, keep_duplicates, .. } = settings;
+        let (dialect, key, keep_duplicates) = (*dialect, api_key.clone(), *keep_duplicates);
+        let inner = Inner {
+            dialect,
+            key,
+            mood: Mood::Well,
+            memories,
+            calls: 0,
+            adds: 0,
+            failed_adds: 0,
+            file,
+            keep_duplicates,
+        };
         Ok(OpenMemory(Arc::new(Mutex::new(inner))))
     }
 
@@ -170,7 +192,7 @@ impl OpenMemory {
                 }
             }
         }
-        let body = json!({ "mood": inner.mood, "calls": inner.calls, "adds": inner.adds, "memories": inner.memories });
+        let body = json!({ "mood": inner.mood, "calls": inner.calls, "adds": inner.adds, "failed_adds": inner.failed_adds, "memories": inner.memories });
         (StatusCode::OK, body)
     }
 
@@ -184,9 +206,15 @@ impl OpenMemory {
         match mood {
             Mood::Down => return Err(Lost),
             Mood::Slow { delay_ms } => tokio::time::sleep(Duration::from_millis(delay_ms)).await,
-            Mood::Status { status } if !health => {
+            Mood::FailWrites { status } if path == "/memory/add" => {
+                let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+                self.lock().failed_adds += 1;
+                return Ok((status, json!({"err": "boom"})));
+            }
+            Mood::Status { status, ref error } if !health => {
                 let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
                 let body = match status.as_u16() {
+                    _ if error.is_some() => json!({ "error": error }),
                     429 => json!({"error": "rate_limit_exceeded", "retry_after": 60}),
                     500 => json!({"err": "boom"}),
                     _ => json!({"error": "as_told"}),
@@ -244,7 +272,8 @@ impl Inner {
                 Dialect::Py => (StatusCode::UNPROCESSABLE_ENTITY, json!({"detail": [{"loc": ["body", "content"]}]})),
             };
         };
-        let known = self.memories.iter().find(|memory| memory.content == content).map(|memory| memory.id.clone());
+        let known = self.memories.iter().find(|memory| memory.content == content && !self.keep_duplicates);
+        let known = known.map(|memory| memory.id.clone());
         let deduplicated = known.is_some();
         let id = known.unwrap_or_else(|| {
             let part = |name: &str| body.get(name).cloned().unwrap_or(Value::Null);
@@ -291,7 +320,7 @@ impl Inner {
 /// `postrider stand-in openmemory`.
 pub async fn run(settings: Settings) -> Result<()> {
     let address = settings.listen;
-    let memory = OpenMemory::new(settings.dialect, settings.data, settings.api_key)?;
+    let memory = OpenMemory::new(&settings)?;
     let listener = TcpListener::bind(address)
         .await
         .map_err(|e| Failure::usage(format!("cannot listen on {address}: {e}; choose another with --listen")))?;

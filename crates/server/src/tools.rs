@@ -3,7 +3,7 @@
 
 use axum::http::StatusCode;
 use postrider::Outbox;
-use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Stored};
+use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Scope as Reach, Stored};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -20,6 +20,12 @@ pub struct Answered {
 impl Answered {
     fn ok(body: Value) -> Self {
         Answered { status: StatusCode::OK, body }
+    }
+
+    pub fn refused(refusal: Refusal, correlation_id: &str) -> Self {
+        let error = json!({ "code": refusal.code, "message": refusal.message, "details": refusal.details });
+        let body = json!({ "ok": false, "error": error, "correlation_id": correlation_id });
+        Answered { status: refusal.status, body }
     }
 
     /// A model should see that it did not work; what is deferred did.
@@ -199,8 +205,19 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Calls a tool for somebody; what is refused says why.
+    /// Calls a tool for somebody. Whatever comes of it is answered, with the id of the request.
     pub async fn call(
+        &self,
+        caller: &Caller,
+        name: &str,
+        arguments: Map<String, Value>,
+        correlation_id: &str,
+    ) -> Answered {
+        let answered = self.try_call(caller, name, arguments, correlation_id).await;
+        answered.unwrap_or_else(|refusal| Answered::refused(refusal, correlation_id))
+    }
+
+    async fn try_call(
         &self,
         caller: &Caller,
         name: &str,
@@ -233,7 +250,7 @@ impl Tools {
             _ => {
                 caller.may_use(LANE)?;
                 let wanted: ReconcileArguments = read(arguments)?;
-                Ok(Answered::ok(json!(self.memories()?.reconcile(!wanted.report).await?)))
+                Ok(Answered::ok(json!(self.memories()?.reconcile(Reach::All, !wanted.report).await?)))
             }
         }
     }

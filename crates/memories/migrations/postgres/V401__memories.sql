@@ -10,6 +10,8 @@ CREATE TABLE memory_writes (
     outbox_id          BIGINT,
     -- The audit of the write that is under way.
     audit_id           BIGINT,
+    -- Whose write it is: a store whose answer was lost finds its own again.
+    writer             TEXT        NOT NULL,
     kind               TEXT,
     meta_json          TEXT,
     evidence_refs_json TEXT        NOT NULL,
@@ -21,6 +23,7 @@ CREATE TABLE memory_writes (
     CHECK (state <> 'queued' OR outbox_id IS NOT NULL)
 );
 CREATE INDEX idx_memory_writes_memory ON memory_writes (memory_id);
+CREATE INDEX idx_memory_writes_outbox ON memory_writes (outbox_id);
 CREATE INDEX idx_memory_writes_writing ON memory_writes (writing_until) WHERE state = 'writing';
 
 -- The words of what can be found when the memory service cannot be asked. A space of '' is everybody's.

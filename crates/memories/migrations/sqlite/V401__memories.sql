@@ -10,6 +10,8 @@ CREATE TABLE memory_writes (
     outbox_id          INTEGER,
     -- The audit of the write that is under way.
     audit_id           INTEGER,
+    -- Whose write it is: a store whose answer was lost finds its own again.
+    writer             TEXT    NOT NULL,
     kind               TEXT,
     meta_json          TEXT,
     evidence_refs_json TEXT    NOT NULL,
@@ -21,6 +23,7 @@ CREATE TABLE memory_writes (
     CHECK (state <> 'queued' OR outbox_id IS NOT NULL)
 );
 CREATE INDEX idx_memory_writes_memory ON memory_writes (memory_id);
+CREATE INDEX idx_memory_writes_outbox ON memory_writes (outbox_id);
 CREATE INDEX idx_memory_writes_writing ON memory_writes (writing_until) WHERE state = 'writing';
 
 -- The words of what can be found when the memory service cannot be asked. A space of '' is everybody's.
@@ -59,7 +62,7 @@ CREATE TABLE logbook_events (
     payload_json  TEXT    NOT NULL,
     target_space  TEXT,
     indexed       INT     NOT NULL DEFAULT 0,
-    created_at    INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER))
+    created_at    INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER))
 );
 CREATE INDEX idx_logbook_events_new ON logbook_events (event_id) WHERE indexed = 0;
 
@@ -73,7 +76,7 @@ CREATE TABLE knowledge_candidates (
     target_space       TEXT,
     content_sha        TEXT UNIQUE,
     indexed            INT     NOT NULL DEFAULT 0,
-    created_at         INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER))
+    created_at         INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER))
 );
 CREATE INDEX idx_knowledge_candidates_new ON knowledge_candidates (candidate_id) WHERE indexed = 0;
 

@@ -31,19 +31,21 @@ pub async fn run(config: &Config, _: Output) -> Result<Ending> {
     }
     let signal = stop_signal()?;
     let server = Server { tools, caller: Some(Caller::local()) };
-    let running = server
-        .serve(rmcp::transport::stdio())
-        .await
-        .map_err(|e| Failure::failed(format!("MCP could not be begun: {e}")))?;
-    tokio::select! {
-        ended = running.waiting() => drop(ended),
-        () = signal => {}
-    }
+    let conversation = async {
+        let running = server.serve(rmcp::transport::stdio()).await;
+        let running = running.map_err(|e| Failure::failed(format!("MCP could not be begun: {e}")))?;
+        drop(running.waiting().await);
+        Ok::<(), Failure>(())
+    };
+    let ended = tokio::select! {
+        ended = conversation => ended,
+        () = signal => Ok(()),
+    };
     let _ = stop.send(true);
     if let Some((worker, tending)) = tending {
         let _ = tending.await;
         let _ = worker.await;
     }
     outbox.flush().await;
-    Ok(Ending::Done)
+    ended.map(|()| Ending::Done)
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use postrider::store::Requeued;
 use postrider_memories::{
-    Action, AuditFilter, AuditRow, Imported, LANE, Memories, NewCandidate, NewMemory, Question, Stored,
+    Action, AuditFilter, AuditRow, Imported, LANE, Memories, NewCandidate, NewMemory, Question, Scope, Stored,
 };
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
         cli::Memory::Flush => flush(config, &outbox, output).await,
         cli::Memory::Requeue { ids } => requeue(&memories, &ids, output).await,
         cli::Memory::Reconcile { report } => {
-            let found = memories.reconcile(!report).await?;
+            let found = memories.reconcile(Scope::All, !report).await?;
             output.show(&found, || {
                 format!(
                     "{} looked at: {} without audit, {} pending without an end, {} repaired",
@@ -73,8 +73,8 @@ async fn store(memories: &Memories, args: StoreMemory, output: Output) -> Result
             kind: args.kind,
             evidence_refs: args.evidence.into_iter().map(Value::String).collect(),
             actor_user_id: args.actor,
+            meta_json: meta(args.meta.as_deref())?,
             correlation_id: new_correlation_id(),
-            ..NewMemory::default()
         })
         .await;
     if stored.error == Some(postrider_memories::code::INVALID_MEMORY) {
@@ -87,6 +87,11 @@ async fn store(memories: &Memories, args: StoreMemory, output: Output) -> Result
         return Err(Failure::unreachable(told));
     }
     Ok(Ending::failed_if(action == Action::Reject))
+}
+
+fn meta(text: Option<&str>) -> Result<serde_json::Map<String, Value>> {
+    let wrong = |e| Failure::usage(format!("--meta is a JSON object, like '{{\"ticket\":7}}': {e}"));
+    text.map_or(Ok(serde_json::Map::new()), |text| serde_json::from_str(text).map_err(wrong))
 }
 
 fn told(stored: &Stored) -> String {
@@ -115,9 +120,14 @@ async fn ask(memories: &Memories, question: Question, output: Output) -> Result<
 }
 
 async fn flush(config: &Config, outbox: &postrider::Outbox, output: Output) -> Result<Ending> {
+    if !config.enabled {
+        return Err(Failure::usage(
+            "the outbox is switched off (OUTBOX_ENABLED or [outbox] enabled): nothing is claimed",
+        ));
+    }
     let parts = Parts::open(config, outbox).await?;
     if let Some(memories) = &parts.memories {
-        memories.wake().await?;
+        memories.wake_all().await?;
     }
     let report = build(config, outbox, &parts, &[(LANE, config.lane(LANE)?)], output, None).await?;
     let report = report.once().run(std::future::pending()).await?;
@@ -180,8 +190,11 @@ async fn import(memories: &Memories, file: &Path, output: Output) -> Result<Endi
     for (n, line) in reader.lines().enumerate() {
         let line = line.map_err(unreadable)?;
         if !line.trim().is_empty() {
-            let wrong = |e| Failure::usage(format!("line {}: {e}; {} were imported before it", n + 1, sum.imported));
-            batch.push(serde_json::from_str::<NewCandidate>(&line).map_err(wrong)?);
+            let wrong =
+                |e: String| Failure::usage(format!("line {}: {e}; {} were imported before it", n + 1, sum.imported));
+            let candidate: NewCandidate = serde_json::from_str(&line).map_err(|e| wrong(e.to_string()))?;
+            candidate.check().map_err(wrong)?;
+            batch.push(candidate);
         }
         if batch.len() == BATCH {
             sum += memories.import(std::mem::take(&mut batch)).await?;

@@ -196,8 +196,12 @@ async fn call(
     headers: &HeaderMap,
     tool: &str,
     body: Result<Json<Map<String, Value>>, JsonRejection>,
-) -> Result<Answered, Refusal> {
-    app.tools.call(caller, tool, body?.0, correlation_id(headers)).await
+) -> Answered {
+    let id = correlation_id(headers);
+    match body {
+        Ok(Json(arguments)) => app.tools.call(caller, tool, arguments, id).await,
+        Err(rejection) => Answered::refused(rejection.into(), id),
+    }
 }
 
 /// Store a memory
@@ -220,7 +224,7 @@ pub async fn store(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Result<Json<Map<String, Value>>, JsonRejection>,
-) -> Result<Answered, Refusal> {
+) -> Answered {
     call(&app, &caller, &headers, "memory_store", body).await
 }
 
@@ -240,7 +244,7 @@ pub async fn query(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Result<Json<Map<String, Value>>, JsonRejection>,
-) -> Result<Answered, Refusal> {
+) -> Answered {
     call(&app, &caller, &headers, "memory_query", body).await
 }
 
@@ -252,11 +256,7 @@ pub async fn query(
         (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
     )
 )]
-pub async fn report(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    headers: HeaderMap,
-) -> Result<Answered, Refusal> {
+pub async fn report(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>, headers: HeaderMap) -> Answered {
     call(&app, &caller, &headers, "reliability_report", Ok(Json(Map::new()))).await
 }
 
@@ -275,10 +275,17 @@ pub async fn reconcile(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: axum::body::Bytes,
-) -> Result<Answered, Refusal> {
+) -> Answered {
     let arguments = match body.is_empty() {
-        true => Map::new(),
-        false => serde_json::from_slice(&body).map_err(|e| Refusal::invalid(format!("the body is no object: {e}")))?,
+        true => Ok(Map::new()),
+        false => serde_json::from_slice(&body),
+    };
+    let arguments = match arguments {
+        Ok(arguments) => arguments,
+        Err(e) => {
+            let refusal = Refusal::invalid(format!("the body is no object: {e}"));
+            return Answered::refused(refusal, correlation_id(&headers));
+        }
     };
     call(&app, &caller, &headers, "reconcile", Ok(Json(arguments))).await
 }
@@ -288,6 +295,7 @@ pub async fn reconcile(
     get, path = "/v1/audit", tag = "memory", params(AuditQuery),
     responses(
         (status = 200, description = "Rows of write_audit", body = AuditRows),
+        (status = 400, description = "The question is not right", body = ErrorBody),
         (status = 404, description = "`MEMORY_NOT_CONFIGURED`", body = ErrorBody),
     )
 )]
@@ -297,6 +305,9 @@ pub async fn audit(
 ) -> Result<Json<AuditRows>, Refusal> {
     let Query(wanted) = query?;
     let (limit, before) = page_of(wanted.limit, wanted.cursor.as_ref())?;
+    if wanted.correlation_id.as_ref().is_some_and(|id| id.chars().any(char::is_control)) {
+        return Err(Refusal::invalid("correlation_id has no control characters"));
+    }
     let filter = AuditFilter {
         correlation_id: wanted.correlation_id,
         outbox_id: wanted.outbox_id,
@@ -360,9 +371,12 @@ pub async fn mcp(
                 format!("send {{\"tool\",\"arguments\"}}: {e}"),
             )
         };
-        let call: ToolCall = serde_json::from_value(body).map_err(wrong)?;
         let id = correlation_id(&parts.headers);
-        return Ok(app.tools.call(&caller, &call.tool, call.arguments, id).await?.into_response());
+        let answered = match serde_json::from_value::<ToolCall>(body).map_err(wrong) {
+            Ok(call) => app.tools.call(&caller, &call.tool, call.arguments, id).await,
+            Err(refusal) => Answered::refused(refusal, id),
+        };
+        return Ok(answered.into_response());
     }
     let request = Request::from_parts(parts, Body::from(bytes));
     let response = app.mcp.handle(request).await;

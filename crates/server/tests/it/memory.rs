@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::api::{Response, Server, exchange};
-use crate::home::{Home, Running, wait_until};
+use crate::home::{Home, PATIENCE, Running, wait_until};
 use crate::scratch::Database;
 
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
@@ -111,8 +111,8 @@ fn assert_deferred(answer: &Value) -> i64 {
 #[test]
 fn an_outage_from_its_beginning_to_its_end() {
     on_every_database(|home| {
-        let mut memory = OpenMemory::start(&home, &[]);
-        configured(&home, &memory, "");
+        let mut memory = OpenMemory::start(&home, &["--keep-duplicates"]);
+        configured(&home, &memory, "[lane.memory]\nbackoff_sec = [1]\n");
         let server = Server::start(&home, &[]);
         let first = store(&server, "before the outage", "team:a").answered(200).json();
         assert_eq!(
@@ -167,7 +167,7 @@ fn an_outage_from_its_beginning_to_its_end() {
         let stats = home.stats("memory");
         assert_eq!((&stats["pending"], &stats["leased"], &stats["dead"]), (&json!(0), &json!(0), &json!(0)));
         let contents = memory.contents();
-        assert_eq!(contents.len(), 104, "each once");
+        assert_eq!(contents.len(), 104, "each once, though it would have taken them twice");
         for (text, id) in &ids {
             assert_eq!(contents.iter().filter(|content| *content == text).count(), 1, "{text}");
             let story = audit_of(&server, *id);
@@ -199,7 +199,7 @@ fn while_the_breaker_is_open_nobody_asks() {
     home.write(
         "postrider.toml",
         &format!(
-            "[memory]\nurl = \"{}\"\ntimeout_ms = 400\nbreaker = {{ failures = 3, probe_sec = 0.2 }}\n",
+            "[memory]\nurl = \"{}\"\ntimeout_ms = 400\nbreaker = {{ failures = 3, probe_sec = 0.2 }}\n[lane.memory]\nbackoff_sec = [1]\n",
             memory.url()
         ),
     );
@@ -221,6 +221,49 @@ fn while_the_breaker_is_open_nobody_asks() {
     memory.told(json!({ "mode": "well" }));
     wait_until("all is flushed", || home.stats("memory")["sent"] == 33);
     assert_eq!(server.get("/reliability/report").json()["breaker"], "closed");
+    // It closes by itself, though nobody calls.
+    memory.told(json!({ "mode": "down" }));
+    for _ in 0..3 {
+        query(&server, json!({ "query": "once" }));
+    }
+    assert_eq!(server.get("/reliability/report").json()["breaker"], "open");
+    memory.told(json!({ "mode": "well" }));
+    wait_until("it is closed again", || server.get("/reliability/report").json()["breaker"] == "closed");
+}
+
+/// It answers questions and fails writes: the breaker opens and closes, and no memory is tried more often for that.
+#[test]
+fn a_service_that_is_half_well_costs_no_memory_its_attempts() {
+    let home = Home::sqlite();
+    let memory = OpenMemory::start(&home, &[]);
+    configured(&home, &memory, "");
+    let server = Server::start(&home, &[]);
+    memory.told(json!({ "mode": "fail_writes", "status": 500 }));
+    let mut stored = 0;
+    wait_until("it was asked in vain often enough", || {
+        store(&server, &format!("half well {stored}"), "team:a").answered(202);
+        stored += 1;
+        memory.state()["failed_adds"].as_i64().unwrap() >= 15
+    });
+    assert_eq!(home.stats("memory")["dead"], 0);
+    let most = home.number("SELECT MAX(attempts) FROM outbox WHERE lane = 'memory'");
+    assert!(most <= 1, "each waits its minute, whatever the breaker does: {most} attempts");
+    memory.told(json!({ "mode": "well" }));
+    home.run(&["memory", "flush"]).done();
+    assert_eq!(memory.contents().len(), stored);
+}
+
+/// A proxy's page is not what OpenMemory says of a memory.
+#[test]
+fn what_stands_before_openmemory_condemns_no_memory() {
+    let home = Home::sqlite();
+    let proxy = crate::receiver::Receiver::start(|_| Some(400));
+    home.write("postrider.toml", &format!("[memory]\nurl = \"{}\"\n", proxy.url.trim_end_matches('/')));
+    home.run(&["migrate"]).done();
+    let id = assert_deferred(&home.run(&["memory", "store", "kept", "--json"]).done().json());
+    let flushed = home.run(&["memory", "flush", "--json"]).ended(1).json();
+    assert_eq!((&flushed["dead"], &flushed["left"]), (&json!(0), &json!(1)), "{flushed}");
+    assert_eq!((&home.show(id)["attempts"], &home.show(id)["status"]), (&json!(0), &json!("pending")));
 }
 
 #[test]
@@ -240,6 +283,12 @@ fn a_memory_that_was_applied_though_its_answer_was_lost_is_one_memory() {
         wait_until("it is flushed", || home.stats("memory")["sent"] == 1);
         assert_eq!(memory.contents(), ["said once"], "and is one memory still");
         assert_eq!(home.show(id)["result_ref"], "mem-1");
+        let found = query(&server, json!({ "query": "once", "spaces": ["team:a"] }));
+        assert_eq!(
+            (&found["degraded"], &found["results"][0]["memory_id"]),
+            (&json!(false), &json!("mem-1")),
+            "{dialect}"
+        );
     }
 }
 
@@ -266,17 +315,42 @@ fn a_rotated_key_loses_nothing_and_is_told() {
     assert!(report["openmemory"]["detail"].as_str().unwrap().contains("403"), "{report}");
     wait_until("the alert has come", || pager.requests().iter().any(|r| r.body.contains("capability_failed")));
     wait_until("it was tried and given back", || {
-        home.number("SELECT COUNT(*) FROM outbox WHERE last_error_code = 'HTTP_403' AND attempts = 0") == 5
+        home.number("SELECT COUNT(*) FROM outbox WHERE last_error_code = 'OPENMEMORY_UNUSABLE' AND attempts = 0") == 5
     });
     // The new key is put where the old one was; nobody restarts anything.
     home.write("key", "rotated\n");
-    store(&server, "with the new key", "team:a").answered(200);
-    wait_until("all is flushed", || home.stats("memory")["sent"] == 5);
+    let mut tries = 0;
+    wait_until("the new key is taken", || {
+        tries += 1;
+        store(&server, &format!("with the new key {tries}"), "team:a").status == 200
+    });
+    wait_until("all is flushed", || home.stats("memory")["sent"] == 5 + tries - 1);
     assert_eq!(home.stats("memory")["dead"], 0);
     assert_eq!(server.get("/reliability/report").json()["openmemory"]["status"], "ok");
     wait_until("its end is told too", || {
         pager.requests().iter().any(|r| r.body.contains("capability_failed") && r.body.contains("resolved"))
     });
+    // Restarted with another key: what is told is not taken back while the key is wrong.
+    let told = |what: &str| {
+        pager.requests().iter().filter(|r| r.body.contains("capability_failed") && r.body.contains(what)).count()
+    };
+    let (raised, resolved) = (told("raised"), told("resolved"));
+    memory.told(json!({ "mode": "down" }));
+    for n in 0..3 {
+        store(&server, &format!("down {n}"), "team:a").answered(202);
+    }
+    wait_until("the outage is told", || told("raised") > raised);
+    memory.told(json!({ "mode": "well", "api_key": "once more" }));
+    wait_until("it is known to refuse", || {
+        server.get("/reliability/report").json()["openmemory"]["detail"].as_str().is_some_and(|d| d.contains("403"))
+    });
+    assert_eq!(told("resolved"), resolved, "it cannot be used yet");
+    home.write("key", "once more\n");
+    wait_until("the last key is taken", || {
+        tries += 1;
+        store(&server, &format!("with the last key {tries}"), "team:a").status == 200
+    });
+    wait_until("the end is told", || told("resolved") == resolved + 1);
     let (_, log) = server.stop();
     assert!(log.contains("cannot be used as it is configured"), "{log}");
     assert!(!log.contains("rotated 1") && !log.contains("right key"), "no memory in the log");
@@ -318,6 +392,20 @@ fn what_openmemory_answers_decides() {
         memory.told(json!({ "mode": "well" }));
         store(&server, &format!("fine after {status}"), "team:a").answered(200);
     }
+    memory.told(json!({ "mode": "status", "status": 503, "error": "auth_not_configured" }));
+    store(&server, "nobody configured it", "team:a").answered(202);
+    let report = server.get("/reliability/report").json();
+    assert_eq!(report["openmemory"]["status"], "failed", "that is ours: {report}");
+    memory.told(json!({ "mode": "well" }));
+    store(&server, "fine again", "team:a").answered(200);
+    // What was refused was never taken, and is not recalled.
+    memory.told(json!({ "mode": "down" }));
+    let found = query(&server, json!({ "query": "status", "top_k": 100 }));
+    let contents: Vec<&str> =
+        found["results"].as_array().unwrap().iter().map(|r| r["content"].as_str().unwrap()).collect();
+    assert!(contents.contains(&"status 503") && !contents.contains(&"status 422"), "{contents:?}");
+    memory.told(json!({ "mode": "well" }));
+    wait_until("it answers", || store(&server, "and again", "team:a").status == 200);
     memory.told(json!({ "mode": "no_id" }));
     let answer = store(&server, "an answer without an id", "team:a").answered(202).json();
     assert_eq!(audit_of(&server, assert_deferred(&answer))[0].2, "openmemory_write_failed:no_id");
@@ -361,23 +449,37 @@ fn twins_meet_whatever_became_of_the_first() {
     on_every_database(|home| {
         let memory = OpenMemory::start(&home, &[]);
         configured(&home, &memory, "");
-        let server = Server::start(&home, &[]);
+        let servers = [Server::start(&home, &[]), Server::start(&home, &["--no-workers"])];
+        let server = &servers[0];
         memory.told(json!({ "mode": "slow", "delay_ms": 300 }));
         let answers: Vec<Value> = std::thread::scope(|scope| {
-            let clients = (0..8).map(|_| scope.spawn(|| store(&server, "the same", "team:a").answered(200).json()));
+            let clients = (0..8).map(|n| {
+                let server = &servers[n % 2];
+                scope.spawn(move || store(server, "the same", "team:a").answered(200).json())
+            });
             clients.collect::<Vec<_>>().into_iter().map(|client| client.join().unwrap()).collect()
         });
         assert_eq!(answers.iter().filter(|answer| answer["deduplicated"] == false).count(), 1, "one wrote it");
         assert!(answers.iter().all(|answer| answer["memory_id"] == "mem-1"), "{answers:?}");
         assert_eq!(memory.state()["adds"], 1, "and asked once");
         // In another space it is another memory of ours, and the same one there.
-        let elsewhere = store(&server, "the same", "team:b").answered(200).json();
+        let elsewhere = store(server, "the same", "team:b").answered(200).json();
         assert_eq!((&elsewhere["deduplicated"], &elsewhere["memory_id"]), (&json!(false), &json!("mem-1")));
         for space in ["team:a", "team:b"] {
-            let found = query(&server, json!({ "query": "same", "spaces": [space] }));
+            let found = query(server, json!({ "query": "same", "spaces": [space] }));
             assert_eq!((&found["total"], &found["results"][0]["space"]), (&json!(1), &json!(space)), "{found}");
         }
-        assert_eq!(query(&server, json!({ "query": "same", "spaces": ["team:c"] }))["total"], 0);
+        assert_eq!(query(server, json!({ "query": "same", "spaces": ["team:c"] }))["total"], 0);
+        // A crowd in one space does not hide what another has.
+        memory.told(json!({ "mode": "well" }));
+        for n in 0..60 {
+            store(server, &format!("deploy deploy deploy {n}"), "team:big").answered(200);
+        }
+        store(server, "how we deploy on weekdays", "team:small").answered(200);
+        let found = query(server, json!({ "query": "deploy", "spaces": ["team:small"], "top_k": 5 }));
+        assert_eq!((&found["total"], &found["degraded"]), (&json!(1), &json!(false)), "{found}");
+        server.post("/memory/query", &JSON, r#"{"query":"x","spaces":[]}"#).refused(422, "INVALID_MESSAGE");
+        server.get("/v1/audit?correlation_id=%00").refused(400, "INVALID_REQUEST");
     });
 }
 
@@ -454,8 +556,11 @@ fn reconcile_completes_audits_and_touches_no_message() {
         let report = home.run(&["memory", "reconcile", "--report", "--json"]).ended(1).json();
         assert_eq!((&report["missing_audit"], &report["repaired"]), (&json!(3), &json!(0)), "{report}");
         assert_eq!(home.number("SELECT COUNT(*) FROM write_audit"), 0, "a report writes nothing");
-        let repaired = home.run(&["memory", "reconcile", "--json"]).done().json();
-        assert_eq!((&repaired["missing_audit"], &repaired["repaired"]), (&json!(3), &json!(3)), "{repaired}");
+        let at_once: Vec<Running> = (0..4).map(|_| home.start(&["memory", "reconcile", "--json"])).collect();
+        let repaired: Vec<Value> = at_once.into_iter().map(|run| run.ends_within(PATIENCE).done().json()).collect();
+        let all: i64 = repaired.iter().map(|run| run["repaired"].as_i64().unwrap()).sum();
+        assert_eq!(all, 3, "each once, though four reconcile: {repaired:?}");
+        assert_eq!(home.number("SELECT COUNT(*) FROM write_audit"), 3);
         for (id, reason) in [(sent, "outbox_flush_success"), (dead, "outbox_flush_dead"), (stuck, "outbox_stale")] {
             assert_eq!(home.text(&format!("SELECT reason FROM write_audit WHERE outbox_id = {id}")), reason);
         }
@@ -514,6 +619,12 @@ fn without_openmemory_all_we_have_is_found() {
         // Another program writes to the logbook behind our back.
         let json = r#"{"note":"回滚了发布 release 42"}"#;
         home.execute(&format!("INSERT INTO logbook_events (event_type, payload_json) VALUES ('rollback', '{json}')"));
+        // Very many more of them do not hide a memory with the same word.
+        let many = "(SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT 3 UNION ALL SELECT 4 UNION ALL SELECT 5 UNION ALL SELECT 6 UNION ALL SELECT 7 UNION ALL SELECT 8 UNION ALL SELECT 9 UNION ALL SELECT 10 UNION ALL SELECT 11)";
+        store(&server, "telemetry is sampled", "team:a").answered(200);
+        home.execute(&format!(
+            "INSERT INTO logbook_events (event_type, payload_json) SELECT 'noise', '{{\"about\":\"telemetry\"}}' FROM {many} a, {many} b, {many} c"
+        ));
         memory.stop();
         let found = |question: &str, spaces: Value| {
             let answer = query(&server, json!({ "query": question, "spaces": spaces }));
@@ -529,6 +640,12 @@ fn without_openmemory_all_we_have_is_found() {
         assert_eq!(found("回滚", json!(["team:a"])), ["logbook_events"]);
         assert_eq!(found("release", json!(["*"])), ["logbook_events"]);
         assert!(found("天气", json!(["*"])).is_empty());
+        let crowded = || found("telemetry", json!(["team:a"]));
+        wait_until("all is indexed", || {
+            crowded();
+            home.number("SELECT COUNT(*) FROM memory_terms WHERE term = 'noise'") == 1331
+        });
+        assert_eq!(crowded()[0], "memory_writes");
         server.post("/memory/query", &JSON, r#"{"query":" "}"#).refused(422, "INVALID_MESSAGE");
         server.post("/memory/query", &JSON, r#"{"query":"x","top_k":0}"#).refused(422, "INVALID_MESSAGE");
         server.post("/memory/query", &JSON, r#"{"question":"x"}"#).refused(422, "INVALID_ARGUMENTS");
@@ -563,6 +680,15 @@ fn a_second_half_that_cannot_be_written_is_no_success() {
         let memory = OpenMemory::start(&home, &[]);
         configured(&home, &memory, "");
         let server = Server::start(&home, &["--no-workers"]);
+        let (break_it, mend_it) = home.database.refuse("INSERT", "write_audit");
+        home.execute(&break_it);
+        for n in 0..4 {
+            store(&server, &format!("unaudited {n}"), "team:a").refused(503, "AUDIT_WRITE_FAILED");
+        }
+        home.execute(&mend_it);
+        assert_eq!(memory.state()["calls"], 0);
+        let report = server.get("/reliability/report").json();
+        assert_eq!(report["openmemory"]["status"], "ok", "our database's failures are not OpenMemory's: {report}");
         let (break_it, mend_it) = home.database.refuse("UPDATE", "memory_writes");
         home.execute(&break_it);
         store(&server, "written and not recorded", "team:a").refused(503, "AUDIT_WRITE_FAILED");

@@ -58,6 +58,8 @@ pub struct LaneSettings {
     pub budgets: Budgets,
     pub dedup: bool,
     pub send_begun: bool,
+    /// Whatever their target, messages go to one place: no target's share is kept from the others.
+    pub one_destination: bool,
     /// Outcomes wait this long for company before they are settled.
     pub settle_wait: Duration,
     /// What the courier is called, in logs.
@@ -77,6 +79,7 @@ impl LaneSettings {
             budgets: Budgets::default(),
             dedup: false,
             send_begun: false,
+            one_destination: false,
             settle_wait: SETTLE_WAIT,
             adapter: String::new(),
         }
@@ -87,7 +90,7 @@ impl LaneSettings {
     }
 
     fn per_target(&self) -> usize {
-        (self.concurrency / 4).max(1)
+        if self.one_destination { self.concurrency } else { (self.concurrency / 4).max(1) }
     }
 }
 
