@@ -353,7 +353,24 @@ struct ToolCall {
     arguments: Map<String, Value>,
 }
 
-/// `/mcp`: MCP over streamable HTTP, and a tool's name with its arguments.
+/// Call a tool, plainly or over MCP
+///
+/// A body `{"tool","arguments"}` is answered with the tool's own object; anything else is MCP over streamable HTTP, and
+/// described by MCP itself. A request with a foreign `Origin` is refused.
+#[utoipa::path(
+    post, path = "/mcp", tag = "memory", request_body = Object,
+    responses(
+        (status = 200, description = "The tool's answer, or MCP's", body = Object),
+        (status = 202, description = "Deferred; or an MCP notification, without a body"),
+        (status = 400, description = "No MCP", body = Object),
+        (status = 403, description = "A foreign `Origin`, a token without the scope, or a memory that was rejected", body = Object),
+        (status = 404, description = "`UNKNOWN_TOOL`, `MEMORY_NOT_CONFIGURED`", body = Object),
+        (status = 406, description = "MCP wants `Accept: application/json, text/event-stream`"),
+        (status = 415, description = "Not JSON"),
+        (status = 422, description = "`INVALID_ARGUMENTS`, `INVALID_MEMORY`", body = Object),
+        (status = 503, description = "`AUDIT_WRITE_FAILED`, `OUTBOX_ENQUEUE_FAILED`", body = Object),
+    )
+)]
 pub async fn mcp(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,

@@ -211,6 +211,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
             .routes(routes!(replays::replay))
             .routes(routes!(replays::replay_cancelled)),
     );
+    // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
+    let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
     let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz));
     OpenApiRouter::with_openapi(Description::openapi())
         .merge(enqueue)
@@ -224,6 +226,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(look)
         .merge(operate)
         .merge(manage)
+        .merge(mcp)
         .merge(open)
         .with_state(app.clone())
 }
@@ -237,13 +240,7 @@ pub fn router(app: &Arc<App>) -> Router {
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);
     let description = Arc::new(description);
-    // MCP describes itself; what a tool needs is asked when it is called.
-    let mcp = Router::new()
-        .route("/mcp", axum::routing::any(memory::mcp))
-        .layer(from_fn_with_state(app.clone(), auth::any))
-        .with_state(app.clone());
     router
-        .merge(mcp)
         .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
         .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
         .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })
