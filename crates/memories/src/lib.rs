@@ -7,6 +7,7 @@ pub mod audit;
 pub mod breaker;
 pub mod gate;
 pub mod note;
+pub mod scm;
 pub mod terms;
 pub mod upstream;
 
@@ -15,6 +16,7 @@ mod copies;
 mod courier;
 mod governance;
 mod index;
+mod kv;
 mod query;
 mod reconcile;
 mod report;
@@ -52,13 +54,22 @@ pub const LANE: &str = "memory";
 pub const OWNER: &str = "postrider memory";
 
 /// The tables of this part: versions 401 to 499.
-pub const MIGRATIONS: [Migration; 1] = [Migration {
-    version: 401,
-    name: "V401__memories",
-    sqlite: include_str!("../migrations/sqlite/V401__memories.sql"),
-    postgres: include_str!("../migrations/postgres/V401__memories.sql"),
-    mysql: include_str!("../migrations/mysql/V401__memories.sql"),
-}];
+pub const MIGRATIONS: [Migration; 2] = [
+    Migration {
+        version: 401,
+        name: "V401__memories",
+        sqlite: include_str!("../migrations/sqlite/V401__memories.sql"),
+        postgres: include_str!("../migrations/postgres/V401__memories.sql"),
+        mysql: include_str!("../migrations/mysql/V401__memories.sql"),
+    },
+    Migration {
+        version: 402,
+        name: "V402__scm",
+        sqlite: include_str!("../migrations/sqlite/V402__scm.sql"),
+        postgres: include_str!("../migrations/postgres/V402__scm.sql"),
+        mysql: include_str!("../migrations/mysql/V402__scm.sql"),
+    },
+];
 
 #[derive(Clone, Debug)]
 pub struct Settings {

@@ -110,6 +110,12 @@ impl Memories {
         Capability { status: if detail.is_some() { "failed" } else { "ok" }, detail }
     }
 
+    /// Does the service answer at all?
+    pub async fn check_health(&self) -> Result<(), String> {
+        let answered = self.0.upstream.health().await;
+        answered.map(drop).map_err(|fault| format!("{} {}", fault.code, fault.message))
+    }
+
     /// Asks the service itself how it is.
     pub async fn check(&self) -> Capability {
         match self.0.upstream.health().await {

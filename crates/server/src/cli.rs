@@ -73,6 +73,13 @@ pub enum Command {
     /// Store and query memories, bring queued ones to OpenMemory, look at the audit
     #[command(subcommand)]
     Memory(Memory),
+    /// Read the history of repositories, and make memories of it
+    #[command(subcommand)]
+    Scm(Scm),
+    /// Say what works, and whether that is enough (exits with 1 if not)
+    Gate(Gate),
+    /// Check that an outage of OpenMemory costs nothing; --full makes one
+    Verify(Verify),
     /// Serve the tools of the memory gateway over MCP, on standard input and output
     Mcp,
     /// Make, list and revoke access tokens for the API
@@ -374,6 +381,117 @@ pub struct Govern {
     /// Longest memory, in characters; 0 lifts it
     #[arg(long, value_name = "N")]
     pub max_length: Option<u64>,
+}
+
+/// Read the history of repositories, and make memories of it.
+#[derive(Debug, Subcommand)]
+pub enum Scm {
+    /// Read what is new since the last time
+    #[command(subcommand)]
+    Sync(ScmSource),
+    /// Find out the digests of changes that have none yet
+    Materialize {
+        /// At most so many
+        #[arg(long, value_name = "N", default_value_t = 100_000)]
+        limit: u32,
+        /// Where GitLab's token is kept: env:NAME, file:PATH or exec:COMMAND
+        #[arg(long, value_name = "REFERENCE")]
+        token: Option<String>,
+    },
+    /// Make memories of what is new
+    Consume {
+        /// Once more from here: a sha, a revision, a number, or `start`
+        #[arg(long, value_name = "POINT")]
+        from: Option<String>,
+        /// Only this repository
+        #[arg(long, value_name = "ID")]
+        repo: Option<i64>,
+    },
+    /// Show repositories and how far each has come
+    Status,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ScmSource {
+    /// A Git repository on this machine, bare or not
+    Git {
+        path: PathBuf,
+        #[command(flatten)]
+        options: SyncOptions,
+    },
+    /// A Subversion repository, read with the command `svn`
+    Svn {
+        url: String,
+        #[command(flatten)]
+        options: SyncOptions,
+    },
+    /// The merge requests of a GitLab project
+    Gitlab {
+        /// The project's page, like https://gitlab.example/group/project
+        url: String,
+        /// Where the token is kept: env:NAME, file:PATH or exec:COMMAND
+        #[arg(long, value_name = "REFERENCE")]
+        token: Option<String>,
+        #[command(flatten)]
+        options: SyncOptions,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct SyncOptions {
+    /// What happens to a record that cannot be written: strict ends the run, best_effort leaves it out
+    #[arg(long, value_enum, value_name = "MODE", default_value = "strict")]
+    pub mode: SyncMode,
+    /// What to call it [default: the last part of its address]
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// The space its memories go to [default: the gateway's]
+    #[arg(long, value_name = "SPACE")]
+    pub space: Option<String>,
+    /// Find out the digests of changes, too
+    #[arg(long)]
+    pub diffs: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SyncMode {
+    Strict,
+    #[value(name = "best_effort")]
+    BestEffort,
+}
+
+#[derive(Debug, Args)]
+pub struct Gate {
+    /// FULL: everything must work; DEGRADED: what can [default: of the configuration, else FULL]
+    #[arg(long, value_name = "MODE")]
+    pub mode: Option<GateMode>,
+    /// Leave out a capability; may be given several times
+    #[arg(long, value_name = "CAPABILITY")]
+    pub skip: Vec<String>,
+}
+
+/// FULL or DEGRADED, however it is typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GateMode(pub postrider_memories::gate::Mode);
+
+impl std::str::FromStr for GateMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        use postrider_memories::gate::Mode;
+        match text.to_ascii_uppercase().as_str() {
+            "FULL" => Ok(GateMode(Mode::Full)),
+            "DEGRADED" => Ok(GateMode(Mode::Degraded)),
+            _ => Err("FULL or DEGRADED".to_owned()),
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct Verify {
+    /// Stop OpenMemory, store, start it, flush, and look at each step
+    #[arg(long)]
+    pub full: bool,
 }
 
 #[derive(Debug, Subcommand)]

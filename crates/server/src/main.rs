@@ -10,6 +10,7 @@ mod couriers;
 mod database;
 mod demo;
 mod failure;
+mod gate;
 mod http;
 mod logs;
 mod loopback;

@@ -9,6 +9,7 @@ use super::worker::{build, stop_signal, tend};
 use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
+use crate::gate::Gate;
 use crate::http::Caller;
 use crate::mcp::Server;
 use crate::output::Output;
@@ -29,6 +30,7 @@ pub async fn run(config: &Config, _: Output) -> Result<Ending> {
         let worker = tokio::spawn(worker.run(async move { drop(over.wait_for(|stop| *stop).await) }));
         tending = Some((worker, tend(memories, true, stopped)));
     }
+    crate::gate::warn(&Gate::new(outbox.clone(), parts.memories.clone()), &config.gate);
     let signal = stop_signal()?;
     let server = Server { tools, caller: Some(Caller::local()) };
     let conversation = async {

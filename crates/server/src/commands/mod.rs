@@ -2,14 +2,17 @@
 
 mod config;
 mod enqueue;
+mod gate;
 mod mcp;
 mod memory;
 mod migrate;
 mod ndjson;
 mod orders;
 mod outbox;
+mod scm;
 mod serve;
 mod token;
+mod verify;
 mod webhooks;
 mod worker;
 
@@ -71,6 +74,9 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
         Command::Serve(args) => serve::run(&config()?, args, output).await,
         Command::Orders(args) => orders::run(&config()?, args, output).await,
         Command::Memory(args) => memory::run(&config()?, args, output).await,
+        Command::Scm(args) => scm::run(&config()?, args, output).await,
+        Command::Gate(args) => gate::run(&config()?, args, output).await,
+        Command::Verify(args) => verify::run(&mut config()?, args, output).await,
         Command::Mcp => mcp::run(&config()?, output).await,
         Command::StandIn(StandIn::Openmemory(args)) => stand_in::run(args).await.map(|()| Ending::Done),
         Command::Webhooks(args) => webhooks::run(&config()?, args, output).await,

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use super::worker::{build, orchestrate, reap, stop_signal, tend};
+use super::worker::{build, consume, orchestrate, reap, stop_signal, tend};
 use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
@@ -39,7 +39,15 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let meters = Arc::new(Meters::new());
     let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
     let parts = Parts::open(config, &outbox).await?;
-    let app = App::new(outbox.clone(), parts.clone(), config.orders.strict, tokens_required, meters.clone());
+    let app = App::new(
+        outbox.clone(),
+        parts.clone(),
+        config.orders.strict,
+        config.gate.clone(),
+        tokens_required,
+        meters.clone(),
+    );
+    app.warn_of_gate();
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let workers = if config.enabled && !args.no_workers {
@@ -49,8 +57,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
         let worker = worker.observer(Arc::new(observers));
         let orchestrator = orchestrate(&parts.webhooks, stopped.clone());
-        let reaper = reap(&parts.orders);
-        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), orchestrator, reaper))
+        let idle = [Some(reap(&parts.orders)), consume(config, &outbox, &parts)];
+        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), orchestrator, idle))
     } else {
         tracing::warn!("no workers here: messages are taken in and delivered by other processes");
         None
@@ -66,8 +74,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let scheme = if tls.is_some() { "https" } else { "http" };
     print(&format!("listening on {scheme}://{address}"))?;
     http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
-    if let Some((workers, orchestrator, reaper)) = workers {
-        reaper.abort();
+    if let Some((workers, orchestrator, idle)) = workers {
+        idle.into_iter().flatten().for_each(|task| task.abort());
         let _ = orchestrator.await;
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
     }

@@ -24,6 +24,8 @@ use crate::traces::Traces;
 
 /// How often orders past their time are looked for.
 const REAP_EVERY: Duration = Duration::from_secs(60);
+/// How often new commits are looked for.
+const CONSUME_EVERY: Duration = Duration::from_secs(5);
 
 pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<Ending> {
     let names: Vec<String> = chosen(config, &args)?.iter().map(|(name, _)| (*name).to_owned()).collect();
@@ -66,13 +68,14 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         let tends = lanes.iter().any(|(name, _)| *name == postrider_memories::LANE) && !args.once;
         let tending = parts.memories.as_ref().filter(|_| tends).map(|memories| tend(memories, false, stopped));
         let reaper = (reaps && !args.once).then(|| reap(&parts.orders));
+        let consumer = if tends { consume(config, &outbox, &parts) } else { None };
         let report = worker.run(shutdown).await;
         let _ = stop.send(true);
         for task in [orchestrator, tending].into_iter().flatten() {
             let _ = task.await;
         }
-        if let Some(reaper) = reaper {
-            reaper.abort();
+        for task in [reaper, consumer].into_iter().flatten() {
+            task.abort();
         }
         if orchestrates {
             // What was delivered last is applied too.
@@ -142,6 +145,20 @@ pub fn tend(
         }
         memories.tend(async move { drop(stopped.wait_for(|stop| *stop).await) }).await;
     })
+}
+
+/// Makes memories of new commits now and then, where that is configured, until aborted.
+pub fn consume(config: &Config, outbox: &Outbox, parts: &Parts) -> Option<tokio::task::JoinHandle<()>> {
+    let memories = parts.memories.clone().filter(|_| config.memory.as_ref().is_some_and(|m| m.consume_scm))?;
+    let scm = postrider_memories::scm::Scm::new(outbox.clone());
+    Some(tokio::spawn(async move {
+        loop {
+            if let Err(error) = scm.consume(&memories, None, None).await {
+                tracing::warn!(%error, "commits could not be made memories of; it will be tried again");
+            }
+            tokio::time::sleep(CONSUME_EVERY.mul_f64(0.75 + postrider::clock::chance() / 2.0)).await;
+        }
+    }))
 }
 
 /// Takes orders away that are past their time, until aborted; a transaction under way ends by itself.

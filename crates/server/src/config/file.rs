@@ -34,6 +34,9 @@ macro_rules! file {
             pub orders: Option<Spanned<OrderKeys>>,
             pub memory: Option<Spanned<MemoryKeys>>,
             #[serde(default)]
+            pub gate: GateKeys,
+            pub verify: Option<VerifyKeys>,
+            #[serde(default)]
             pub secrets: SecretKeys,
             $($later: Option<Spanned<IgnoredAny>>,)*
         }
@@ -46,7 +49,7 @@ macro_rules! file {
         }
     };
 }
-file!(gate, store, verify);
+file!(store);
 
 /// `[auth]`.
 #[derive(Debug, Default, Deserialize)]
@@ -154,6 +157,7 @@ pub struct MemoryKeys {
     pub timeout_ms: Option<Count<10_000>>,
     pub breaker: Option<BreakerKeys>,
     pub default_space: Option<Spanned<String>>,
+    pub consume_scm: Option<bool>,
 }
 
 /// `[memory] breaker`.
@@ -162,6 +166,26 @@ pub struct MemoryKeys {
 pub struct BreakerKeys {
     pub failures: Option<Count<1000>>,
     pub probe_sec: Option<Seconds<1>>,
+}
+
+/// `[gate]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default, expecting = "the section [gate]")]
+pub struct GateKeys {
+    pub mode: Option<Spanned<String>>,
+    pub skip_store: bool,
+    pub skip_outbox: bool,
+    pub skip_audit: bool,
+    pub skip_openmemory: bool,
+    pub skip_reconcile: bool,
+}
+
+/// `[verify]`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [verify]")]
+pub struct VerifyKeys {
+    pub stop_command: String,
+    pub start_command: String,
 }
 
 /// `[secrets]`.

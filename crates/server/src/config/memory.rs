@@ -25,6 +25,8 @@ pub struct MemoryConfig {
     pub settings: Settings,
     /// Its part in the settle, shared with the store.
     pub settling: Settling,
+    /// Servers and workers make memories of new commits by themselves.
+    pub consume_scm: bool,
 }
 
 pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
@@ -70,7 +72,8 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
     };
     upstream::OpenMemory::new(settings.upstream.clone())
         .map_err(|e| place.wrong(keys.api_key.as_ref().map_or(0..0, |key| key.span()), e))?;
-    Ok(MemoryConfig { settings, settling: Settling::default() })
+    let consume_scm = keys.consume_scm.unwrap_or(false);
+    Ok(MemoryConfig { settings, settling: Settling::default(), consume_scm })
 }
 
 /// `[lane.memory]`: where memories go is said in `[memory]`.

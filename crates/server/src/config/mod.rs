@@ -18,17 +18,19 @@ use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 use postrider_memories::LANE as MEMORY;
+use postrider_memories::gate::{Mode, SkipSource, Skips};
 use postrider_orders::LANE as ORDERS;
 use postrider_webhooks::guard::Policy;
 use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
-use self::file::{AlertKeys, CourierName, File, LaneKeys, OrderKeys, WebhookKeys};
+use self::file::{AlertKeys, CourierName, File, GateKeys, LaneKeys, MemoryKeys, OrderKeys, WebhookKeys};
 pub use self::memory::MemoryConfig;
 pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
+use crate::gate::{CAPABILITIES, GateRules};
 use crate::logs::LogFormat;
 use crate::secret;
 
@@ -55,11 +57,20 @@ pub struct Config {
     pub orders: OrdersConfig,
     /// The memory gateway, where it is configured.
     pub memory: Option<MemoryConfig>,
+    pub gate: GateRules,
+    pub verify: Option<VerifyCommands>,
     /// Where the key for secrets at rest is kept.
     pub secrets_key: String,
     pub enabled: bool,
     pub drain: Duration,
     pub lanes: BTreeMap<String, Lane>,
+}
+
+/// How an operator's OpenMemory is stopped and started.
+#[derive(Clone, Debug)]
+pub struct VerifyCommands {
+    pub stop: String,
+    pub start: String,
 }
 
 /// A certificate and its key, in PEM files.
@@ -113,6 +124,18 @@ impl Config {
         config.database =
             secret::resolve(&config.database).map_err(|e| Failure::usage(format!("the database's URL: {e}")))?;
         Ok(config)
+    }
+
+    /// Makes the gateway talk to another OpenMemory, whether or not there was one before.
+    pub fn use_openmemory(&mut self, url: &str) -> Result<()> {
+        let place = Place { path: Path::new("the command"), text: "" };
+        let url = toml::Spanned::new(0..0, url.to_owned());
+        let mut memory = memory::read(&place, &MemoryKeys { url: Some(url), ..MemoryKeys::default() })?;
+        let (keys, none) = (LaneKeys::default(), Tuning::default());
+        let lane = memory::lane(&place, 0..0, &keys, &none, &none, &mut memory)?;
+        self.lanes.insert(MEMORY.to_owned(), lane);
+        self.memory = Some(memory);
+        Ok(())
     }
 
     /// The lanes as the store keeps them.
@@ -290,11 +313,45 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         reports,
         orders,
         memory,
+        gate: gate(&place, &file.gate, &variable)?,
+        verify: file.verify.map(|keys| VerifyCommands { stop: keys.stop_command, start: keys.start_command }),
         secrets_key,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
     })
+}
+
+/// `[gate]`, and what the environment leaves out.
+fn gate(place: &Place, keys: &GateKeys, variable: &impl Fn(&str) -> Option<String>) -> Result<GateRules> {
+    let mode = match &keys.mode {
+        None => Mode::Full,
+        Some(mode) => match mode.get_ref().as_str() {
+            "FULL" => Mode::Full,
+            "DEGRADED" => Mode::Degraded,
+            _ => return Err(place.wrong(mode.span(), "mode is \"FULL\" or \"DEGRADED\"")),
+        },
+    };
+    let mut skips = Skips::new();
+    for name in CAPABILITIES {
+        let in_file = match name {
+            "store" => keys.skip_store,
+            "outbox" => keys.skip_outbox,
+            "audit" => keys.skip_audit,
+            "openmemory" => keys.skip_openmemory,
+            _ => keys.skip_reconcile,
+        };
+        let named = format!("GATEWAY_SKIP_{}", name.to_ascii_uppercase());
+        match variable(&named).as_deref().map(str::trim) {
+            Some("1") => drop(skips.insert(name.to_owned(), SkipSource::Environment)),
+            None | Some("" | "0") => {}
+            Some(other) => return Err(Failure::usage(format!("{named} is 1 or unset, not `{other}`"))),
+        }
+        if in_file {
+            skips.insert(name.to_owned(), SkipSource::File);
+        }
+    }
+    Ok(GateRules { mode, skips })
 }
 
 /// `[webhooks]`.

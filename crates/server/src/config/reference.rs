@@ -152,6 +152,31 @@ const SECTIONS: &[Section] = &[
                 "After so many failures in a row nobody waits for OpenMemory; it is looked for this often until it is back.",
             ),
             Key("default_space", "`\"team:default\"`", "Where a memory goes that names no space."),
+            Key(
+                "consume_scm",
+                "`false`",
+                "`serve` and `worker` make memories of what `scm sync` read, by themselves; else `scm consume` does.",
+            ),
+        ],
+    },
+    Section {
+        name: "gate",
+        about: "How much must work for `/health` and `postrider gate` to pass. `GATEWAY_SKIP_<CAPABILITY>=1` in the environment leaves out a capability, too.",
+        keys: &[
+            Key("mode", "`\"FULL\"`", "`FULL`: every capability; `DEGRADED`: what can, and the rest is said."),
+            Key("skip_store", "`false`", "Leave it out."),
+            Key("skip_outbox", "`false`", "Leave it out."),
+            Key("skip_audit", "`false`", "Leave it out."),
+            Key("skip_openmemory", "`false`", "Leave it out."),
+            Key("skip_reconcile", "`false`", "Leave it out."),
+        ],
+    },
+    Section {
+        name: "verify",
+        about: "How `postrider verify --full` stops and starts your OpenMemory; without this section it uses a stand-in of its own.",
+        keys: &[
+            Key("stop_command", "needed", "For a shell, like `\"docker stop openmemory\"`."),
+            Key("start_command", "needed", "For a shell, like `\"docker start openmemory\"`."),
         ],
     },
     Section {
@@ -268,7 +293,7 @@ mod tests {
         }
     }
 
-    const LATER: [&str; 3] = ["gate", "store", "verify"];
+    const LATER: [&str; 1] = ["store"];
 
     #[test]
     fn the_documentation_is_this_page() {

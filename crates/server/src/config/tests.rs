@@ -169,10 +169,9 @@ fn nonsense_is_refused_with_line_and_remedy() {
         ("[lane]\nx = 5".into(), "postrider.toml:2: x: invalid type: integer `5`, expected a section [lane.NAME]"),
         ("x = 1".into(), "postrider.toml:1: unknown key `x`"),
         ("listen = \"here\"".into(), "postrider.toml:1: listen must be an address"),
-        (
-            "\n\n[verify]\nstop_command = \"x\"".into(),
-            "postrider.toml:3: [verify] is for a part that this version of postrider does not have yet",
-        ),
+        ("[verify]\nstop_command = \"x\"".into(), "postrider.toml:1: missing field `start_command`"),
+        ("[gate]\nmode = \"full\"".into(), "postrider.toml:2: mode is \"FULL\" or \"DEGRADED\""),
+        ("[gate]\nskip_everything = true".into(), "postrider.toml:2: unknown key `skip_everything`"),
         ("[memory]\nurl = \"ftp://x\"".into(), "postrider.toml:2: url is where OpenMemory is"),
         ("[memory]\nurl = \"http://u:p@x\"".into(), "postrider.toml:2: url is where OpenMemory is"),
         ("[memory]\napi_key = \"sk-123\"".into(), "postrider.toml:2: api_key must not stand here in plain text"),

@@ -1,14 +1,16 @@
 //! Is it there, is it ready, and how is it doing?
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
-use serde::Serialize;
-use utoipa::ToSchema;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
 
 use super::App;
 use super::error::{ErrorBody, Refusal};
@@ -43,6 +45,67 @@ pub async fn readyz(State(app): State<Arc<App>>) -> Result<Json<Health>, Refusal
             "the database does not answer in time",
         )),
     }
+}
+
+/// What works, and whether that is enough.
+#[derive(Serialize, ToSchema)]
+pub struct GateView {
+    ok: bool,
+    /// `ok`, `degraded` or `failed`.
+    status: &'static str,
+    #[schema(example = "postrider")]
+    service: &'static str,
+    /// `FULL` or `DEGRADED`.
+    mode: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+    /// `ok`, `failed` or `skipped`, by name.
+    capabilities: BTreeMap<String, &'static str>,
+}
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct GateQuery {
+    /// Capabilities to leave out, with commas between.
+    skip: Option<String>,
+}
+
+/// What works, and whether that is enough
+///
+/// In the mode FULL everything must; in DEGRADED what does not is said. Answers of the last second are told again.
+#[utoipa::path(
+    get, path = "/health", tag = "server", security(()), params(GateQuery),
+    responses(
+        (status = 200, description = "The gate passes", body = GateView),
+        (status = 400, description = "An unknown capability", body = ErrorBody),
+        (status = 503, description = "It does not", body = GateView),
+    )
+)]
+pub async fn health(
+    State(app): State<Arc<App>>,
+    query: Result<Query<GateQuery>, QueryRejection>,
+) -> Result<(StatusCode, Json<GateView>), Refusal> {
+    let skip: Vec<String> = query?.0.skip.map_or(vec![], |skip| {
+        skip.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect()
+    });
+    let rules = app.gate_rules.with(&skip).map_err(Refusal::invalid)?;
+    let verdict = app.gate.look(&rules).await;
+    let status = match (verdict.passed, verdict.is_degraded()) {
+        (false, _) => "failed",
+        (true, true) => "degraded",
+        (true, false) => "ok",
+    };
+    let view = GateView {
+        ok: verdict.passed,
+        status,
+        service: "postrider",
+        mode: verdict.mode.as_str(),
+        capabilities: verdict.capabilities.iter().map(|(name, standing)| (name.clone(), standing.as_str())).collect(),
+        reason: verdict.reason,
+    };
+    let code = if verdict.passed { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    Ok((code, Json(view)))
 }
 
 /// Metrics for Prometheus

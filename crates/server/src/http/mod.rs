@@ -31,6 +31,7 @@ use utoipa_axum::routes;
 
 use self::intake::{Intake, Ways};
 use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
+use crate::gate::{Gate, GateRules};
 use crate::metrics;
 use crate::parts::Parts;
 use crate::tokens::{Scope, Tokens};
@@ -59,6 +60,8 @@ pub struct App {
     /// Where `[memory]` is.
     pub memories: Option<Memories>,
     tools: Tools,
+    gate: Gate,
+    gate_rules: GateRules,
     mcp: memory::Mcp,
     /// After the IETF's draft: 409 while in flight, 422 for another order.
     pub strict_orders: bool,
@@ -72,6 +75,7 @@ impl App {
         outbox: Outbox,
         parts: Parts,
         strict_orders: bool,
+        gate_rules: GateRules,
         tokens_required: bool,
         meters: metrics::Shared,
     ) -> Arc<Self> {
@@ -109,6 +113,8 @@ impl App {
             outbox,
             webhooks,
             orders,
+            gate: Gate::new(tools.outbox.clone(), memories.clone()),
+            gate_rules,
             memories,
             mcp: memory::mcp_service(tools.clone()),
             tools,
@@ -213,7 +219,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
     let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
-    let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz));
+    let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz)).routes(routes!(health::health));
     OpenApiRouter::with_openapi(Description::openapi())
         .merge(enqueue)
         .merge(publish)
@@ -229,6 +235,13 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(mcp)
         .merge(open)
         .with_state(app.clone())
+}
+
+impl App {
+    /// Says at the start what does not work.
+    pub fn warn_of_gate(&self) {
+        crate::gate::warn(&self.gate, &self.gate_rules);
+    }
 }
 
 /// All that is served.

@@ -32,8 +32,8 @@ fn a_wrong_file_stops_every_command_with_its_line() {
     let home = Home::sqlite();
     home.write("postrider.toml", "[lane.a]\ncourier = \"noop\"\nconcurrency = 0\n");
     home.run(&["migrate"]).refused(2, &["error: postrider.toml:3: concurrency: must be a whole number"]);
-    home.write("mine.toml", "\n[verify]\n");
-    home.run(&["worker", "--config", "mine.toml"]).refused(2, &["mine.toml:2: [verify]", "does not have yet"]);
+    home.write("mine.toml", "\n[[store]]\n");
+    home.run(&["worker", "--config", "mine.toml"]).refused(2, &["[store]", "does not have yet"]);
     home.run(&["worker", "--config", "none.toml"]).refused(2, &["cannot read the configuration none.toml"]);
     assert!(!home.path("postrider.db").exists());
 }

@@ -1,0 +1,145 @@
+//! What this process can do, checked; and what the gate says about it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postrider::clock::Tick;
+use postrider::error::Kind;
+use postrider::store::{Mode as Access, transact};
+use postrider::tx::Tx;
+use postrider::{Error, Outbox};
+use postrider_memories::gate::{Checked, Mode, SkipSource, Skips, Verdict, judge};
+use postrider_memories::{Memories, Scope};
+use tokio::sync::Mutex;
+
+/// All that may be required; the last two only where there is a memory gateway.
+pub const CAPABILITIES: [&str; 5] = ["store", "outbox", "audit", "openmemory", "reconcile"];
+/// Everybody may ask for `/health`: looks within this time share one answer.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// `[gate]` and the environment.
+#[derive(Clone, Debug, Default)]
+pub struct GateRules {
+    pub mode: Mode,
+    pub skips: Skips,
+}
+
+impl GateRules {
+    /// With what a request leaves out too. An unknown name is answered with the known ones.
+    pub fn with(&self, skip: &[String]) -> Result<GateRules, String> {
+        let mut rules = self.clone();
+        for name in skip {
+            if !CAPABILITIES.contains(&name.as_str()) {
+                return Err(format!("there is no capability `{name}`; known: {}", CAPABILITIES.join(", ")));
+            }
+            rules.skips.entry(name.clone()).or_insert(SkipSource::Request);
+        }
+        Ok(rules)
+    }
+}
+
+/// What the checks last saw.
+type Seen = Option<(Tick, BTreeMap<String, Checked>)>;
+
+/// Checks capabilities, and remembers for a moment what it saw.
+#[derive(Clone)]
+pub struct Gate {
+    outbox: Outbox,
+    memories: Option<Memories>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+impl Gate {
+    pub fn new(outbox: Outbox, memories: Option<Memories>) -> Self {
+        Gate { outbox, memories, seen: Arc::default() }
+    }
+
+    pub async fn look(&self, rules: &GateRules) -> Verdict {
+        let mut seen = self.seen.lock().await;
+        let fresh = seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < FRESH).map(|(_, checked)| checked.clone());
+        let checked = match fresh {
+            Some(checked) => checked,
+            None => {
+                let checked = self.check().await;
+                *seen = Some((Tick::now(), checked.clone()));
+                checked
+            }
+        };
+        verdict(rules, self.memories.is_some(), &checked)
+    }
+
+    async fn check(&self) -> BTreeMap<String, Checked> {
+        let mut checked = BTreeMap::new();
+        let mut note = |name: &str, seen: Result<(), Error>| {
+            let seen = seen.map_err(|error| {
+                tracing::warn!(%error, capability = name, "a capability failed its check");
+                // What a database says may hold data; the log has it.
+                format!("{:?}", error.kind).to_lowercase()
+            });
+            checked.insert(name.to_owned(), seen);
+        };
+        note("store", self.outbox.store_id().await.map(drop));
+        note("outbox", self.outbox.depths().await.map(drop));
+        note("audit", self.audit().await);
+        if let Some(memories) = &self.memories {
+            note("reconcile", memories.reconcile(Scope::Recent, false).await.map(drop));
+            let openmemory = memories.check().await;
+            let failed = || openmemory.detail.clone().unwrap_or_else(|| "failed".to_owned());
+            let seen = if openmemory.status == "ok" { Ok(()) } else { Err(failed()) };
+            checked.insert("openmemory".to_owned(), seen);
+        }
+        checked
+    }
+
+    /// Can an audit be written? One is, and taken back.
+    async fn audit(&self) -> Result<(), Error> {
+        const TAKEN_BACK: &str = "the probe is taken back";
+        let tried = transact(&**self.outbox.store(), Access::Write, |tx| {
+            Box::pin(async move {
+                write_audit(tx).await?;
+                Err::<(), Error>(Error::new(Kind::Invalid, TAKEN_BACK))
+            })
+        });
+        match tried.await {
+            Err(error) if error.message == TAKEN_BACK => Ok(()),
+            other => other,
+        }
+    }
+}
+
+async fn write_audit(tx: &mut (dyn Tx + Send)) -> Result<(), Error> {
+    let mut params = Vec::new();
+    let (created, updated) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+    let sql = format!(
+        "INSERT INTO write_audit (created_at, updated_at, action, reason, status, evidence_refs_json)
+         VALUES ({created}, {updated}, 'allow', 'gate_probe', 'success', '{{}}')"
+    );
+    tx.execute(&sql, &params).await.map(drop)
+}
+
+fn verdict(rules: &GateRules, gateway: bool, checked: &BTreeMap<String, Checked>) -> Verdict {
+    let required = if gateway { &CAPABILITIES[..] } else { &CAPABILITIES[..3] };
+    judge(rules.mode, required, checked, &rules.skips)
+}
+
+/// Where the database cannot even be opened, nothing else can be looked at.
+pub fn without_store(rules: &GateRules, gateway: bool, why: &str) -> Verdict {
+    let checked = CAPABILITIES.iter().map(|name| {
+        let seen = if *name == "store" { why.to_owned() } else { "the store failed".to_owned() };
+        ((*name).to_owned(), Err(seen))
+    });
+    verdict(rules, gateway, &checked.collect())
+}
+
+/// Says at the start what the gate would say.
+pub fn warn(gate: &Gate, rules: &GateRules) {
+    let (gate, rules) = (gate.clone(), rules.clone());
+    tokio::spawn(async move {
+        let verdict = gate.look(&rules).await;
+        if verdict.is_degraded() {
+            let reason = verdict.reason.clone().unwrap_or_else(|| "some capabilities are skipped".to_owned());
+            tracing::warn!(mode = verdict.mode.as_str(), passed = verdict.passed, reason, "the gate: postrider gate tells more");
+        }
+    });
+}
