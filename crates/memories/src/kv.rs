@@ -28,6 +28,7 @@ pub(crate) async fn set(tx: &mut (dyn Tx + Send), namespace: &str, key: &str, va
             "ON CONFLICT (namespace, key) DO UPDATE SET value_json = excluded.value_json, updated_at = excluded.updated_at"
         }
     };
-    let sql = format!("INSERT INTO kv (namespace, {column}, value_json, updated_at) VALUES (?, ?, {json}, {now}) {tail}");
+    let sql =
+        format!("INSERT INTO kv (namespace, {column}, value_json, updated_at) VALUES (?, ?, {json}, {now}) {tail}");
     tx.execute(&sql, &params).await.map(drop)
 }

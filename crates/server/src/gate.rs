@@ -139,7 +139,12 @@ pub fn warn(gate: &Gate, rules: &GateRules) {
         let verdict = gate.look(&rules).await;
         if verdict.is_degraded() {
             let reason = verdict.reason.clone().unwrap_or_else(|| "some capabilities are skipped".to_owned());
-            tracing::warn!(mode = verdict.mode.as_str(), passed = verdict.passed, reason, "the gate: postrider gate tells more");
+            tracing::warn!(
+                mode = verdict.mode.as_str(),
+                passed = verdict.passed,
+                reason,
+                "the gate: postrider gate tells more"
+            );
         }
     });
 }

@@ -120,7 +120,8 @@ impl Scm {
     /// Moves the cursor behind a record; never back, whoever else consumes.
     async fn advance(&self, repo: &Repo, item: &Item) -> Result<()> {
         let rev = item.change.rev.parse::<i64>().map_or_else(|_| json!(item.change.rev), |number| json!(number));
-        let work = Arc::new((cursor_key(repo), item.id, json!({ "last_processed_rev": rev, "last_processed_id": item.id })));
+        let work =
+            Arc::new((cursor_key(repo), item.id, json!({ "last_processed_rev": rev, "last_processed_id": item.id })));
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move {

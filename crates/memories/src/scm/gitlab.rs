@@ -65,7 +65,8 @@ impl Client {
     async fn get(&self, path: &str) -> Result<(HeaderMap, Vec<u8>), Trouble> {
         let mut waits = 0;
         loop {
-            let mut request = Request::get(format!("{}{path}", self.api)).header("accept", "application/json, text/plain");
+            let mut request =
+                Request::get(format!("{}{path}", self.api)).header("accept", "application/json, text/plain");
             if let Some(token) = &self.token {
                 request = request.header("private-token", token.clone());
             }
@@ -113,7 +114,8 @@ impl History for MergeRequests {
         let (headers, body) = self.client.get(&path).await?;
         let strange = |e: serde_json::Error| Trouble::Source(format!("GitLab's answer cannot be read: {e}"));
         let found: Vec<Json> = serde_json::from_slice(&body).map_err(strange)?;
-        let next = headers.get("x-next-page").and_then(|next| next.to_str().ok()).filter(|next| !next.trim().is_empty());
+        let next =
+            headers.get("x-next-page").and_then(|next| next.to_str().ok()).filter(|next| !next.trim().is_empty());
         self.page = next.map(|next| next.trim().to_owned());
         let mut records = Vec::with_capacity(found.len());
         for raw in found {
@@ -144,8 +146,22 @@ impl History for MergeRequests {
 /// What is kept of a merge request: what says something about it, not what changes with every look.
 fn kept(raw: &Json) -> Json {
     let names = [
-        "iid", "title", "description", "state", "created_at", "updated_at", "merged_at", "closed_at", "source_branch",
-        "target_branch", "labels", "sha", "merge_commit_sha", "squash_commit_sha", "web_url", "draft",
+        "iid",
+        "title",
+        "description",
+        "state",
+        "created_at",
+        "updated_at",
+        "merged_at",
+        "closed_at",
+        "source_branch",
+        "target_branch",
+        "labels",
+        "sha",
+        "merge_commit_sha",
+        "squash_commit_sha",
+        "web_url",
+        "draft",
     ];
     let mut kept = serde_json::Map::new();
     for name in names {

@@ -295,8 +295,11 @@ impl Scm {
                 Err(error) if rows::is_about_the_record(&error) => {
                     all.skipped += 1;
                     tracing::warn!(%error, rev = named, "a record cannot be written and is left out");
-                    self.tell("scm_record_skipped", json!({ "repo_id": repo.repo_id, "rev": named, "error": error.to_string() }))
-                        .await?;
+                    self.tell(
+                        "scm_record_skipped",
+                        json!({ "repo_id": repo.repo_id, "rev": named, "error": error.to_string() }),
+                    )
+                    .await?;
                 }
                 Err(error) => return Err(error),
             }
@@ -314,7 +317,8 @@ impl Scm {
     }
 
     async fn register(&self, source: &dyn Source, space: Option<&str>) -> Result<Repo> {
-        let work = Arc::new((source.kind(), source.url().to_owned(), source.name().to_owned(), space.map(str::to_owned)));
+        let work =
+            Arc::new((source.kind(), source.url().to_owned(), source.name().to_owned(), space.map(str::to_owned)));
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move { rows::register(tx, work.0, &work.1, &work.2, work.3.as_deref()).await })
@@ -351,7 +355,12 @@ impl Scm {
     }
 
     /// Finds out the digests of changes that have none yet; one that fails stays open.
-    pub async fn materialise(&self, source: &dyn Source, limit: usize, progress: Progress<'_>) -> Result<Materialised, Halt> {
+    pub async fn materialise(
+        &self,
+        source: &dyn Source,
+        limit: usize,
+        progress: Progress<'_>,
+    ) -> Result<Materialised, Halt> {
         let repo = self.register(source, None).await?;
         let mut done = Materialised::default();
         let mut after = 0;

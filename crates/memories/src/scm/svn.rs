@@ -29,7 +29,8 @@ impl Svn {
     pub fn new(url: &str, name: Option<String>) -> Result<Self, Trouble> {
         let known = ["svn://", "svn+ssh://", "http://", "https://", "file://"];
         if !known.iter().any(|scheme| url.starts_with(scheme)) {
-            let what = format!("`{url}` is no address of a Subversion repository, like svn://host/repo or file:///srv/repo");
+            let what =
+                format!("`{url}` is no address of a Subversion repository, like svn://host/repo or file:///srv/repo");
             return Err(Trouble::Source(what));
         }
         let url = url.trim_end_matches('/').to_owned();
@@ -68,7 +69,9 @@ fn classify(said: &str) -> Trouble {
     if has(&["E170001", "E215004", "E175013", "E170011"]) {
         return Trouble::Authentication(what);
     }
-    if has(&["E170013", "E175002", "E175012", "E210002", "E210005", "E120108", "E000104", "E000110", "E000111", "E670002"]) {
+    if has(&[
+        "E170013", "E175002", "E175012", "E210002", "E210005", "E120108", "E000104", "E000110", "E000111", "E670002",
+    ]) {
         return Trouble::Network(what);
     }
     Trouble::Source(what)
@@ -267,7 +270,10 @@ mod tests {
     #[test]
     fn what_svn_says_is_understood() {
         assert!(matches!(classify("svn: E170001: Authentication failed"), Trouble::Authentication(_)));
-        assert!(matches!(classify("svn: E170013: Unable to connect\nsvn: E000111: Can't connect"), Trouble::Network(_)));
+        assert!(matches!(
+            classify("svn: E170013: Unable to connect\nsvn: E000111: Can't connect"),
+            Trouble::Network(_)
+        ));
         assert!(matches!(classify("svn: E170000: URL doesn't exist"), Trouble::Source(_)));
     }
 }

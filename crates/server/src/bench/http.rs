@@ -27,9 +27,9 @@ use super::drain::{drain_with, measure_limit};
 use super::scratch::{self, LANE, Scratch, fail, fill};
 use super::{Bench, median, percentile, rate, timed};
 use crate::failure::{Failure, Result};
+use crate::gate::GateRules;
 use crate::http::{self, App, Limits};
 use crate::loopback;
-use crate::gate::GateRules;
 use crate::metrics::Meters;
 use crate::parts::Parts;
 
@@ -143,7 +143,14 @@ impl Api {
         let webhooks = Webhooks::new(outbox.clone(), settings, keyring, Reports::default(), None).await?;
         let broker = Arc::new(PaperBroker::new(outbox.clone(), PaperSettings::default()));
         let orders = Orders::new(outbox.clone(), postrider_orders::Settings::default(), book, broker, None).await?;
-        let app = App::new(outbox, Parts { webhooks, orders, memories: None }, false, GateRules::default(), false, Arc::new(Meters::new()));
+        let app = App::new(
+            outbox,
+            Parts { webhooks, orders, memories: None },
+            false,
+            GateRules::default(),
+            false,
+            Arc::new(Meters::new()),
+        );
         let router = http::router(&app);
         let (stop, stopped) = oneshot::channel::<()>();
         let server = tokio::spawn(async move {

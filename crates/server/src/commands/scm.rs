@@ -49,7 +49,9 @@ pub async fn run(config: &Config, args: cli::Scm, output: Output) -> Result<Endi
 fn stopped(halt: Halt) -> Failure {
     match halt {
         Halt::Store(error) => error.into(),
-        Halt::Source(Trouble::Network(why)) => Failure::unreachable(format!("{why}; the next run goes on from where this one began")),
+        Halt::Source(Trouble::Network(why)) => {
+            Failure::unreachable(format!("{why}; the next run goes on from where this one began"))
+        }
         Halt::Source(Trouble::Authentication(why)) => Failure::failed(format!("not let in: {why}")),
         Halt::Source(Trouble::Source(why)) => Failure::usage(why),
     }
@@ -96,7 +98,8 @@ async fn sync(scm: &Scm, args: ScmSource, output: Output) -> Result<Ending> {
     if let Some(space) = &options.space {
         postrider_memories::note::check_space(space).map_err(Failure::usage)?;
     }
-    let strictness = if options.mode == cli::SyncMode::BestEffort { Strictness::BestEffort } else { Strictness::Strict };
+    let strictness =
+        if options.mode == cli::SyncMode::BestEffort { Strictness::BestEffort } else { Strictness::Strict };
     let bar_of_sync = bar(output, "records");
     let progress = |done: u64, total: Option<u64>| {
         bar_of_sync.set_length(total.unwrap_or(done));
@@ -121,7 +124,8 @@ async fn sync(scm: &Scm, args: ScmSource, output: Output) -> Result<Ending> {
 fn told(synced: &Synced, patches: Materialised) -> String {
     let skipped = if synced.skipped > 0 { format!(", {} left out", synced.skipped) } else { String::new() };
     let diffs = patches.materialised + patches.failed;
-    let diffs = if diffs > 0 { format!("; {} of {diffs} diffs materialised", patches.materialised) } else { String::new() };
+    let diffs =
+        if diffs > 0 { format!("; {} of {diffs} diffs materialised", patches.materialised) } else { String::new() };
     format!("repository {}: {} read, {} new{skipped}{diffs}", synced.repo_id, count(synced.seen, "record"), synced.new)
 }
 

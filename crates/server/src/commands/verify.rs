@@ -89,7 +89,9 @@ impl Control {
             Control::StandIn { child, listen, data } => {
                 let program = std::env::current_exe().map_err(|e| e.to_string())?;
                 let mut command = Command::new(program);
-                command.args(["stand-in", "openmemory", "--listen", listen, "--data"]).arg(data.path().join("memories"));
+                command
+                    .args(["stand-in", "openmemory", "--listen", listen, "--data"])
+                    .arg(data.path().join("memories"));
                 command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
                 *child = Some(command.spawn().map_err(|e| format!("the stand-in could not be started: {e}"))?);
                 Ok(format!("the stand-in was started on {listen}"))
@@ -155,7 +157,8 @@ async fn steps(config: &mut Config, full: bool, report: &mut Report) -> Result<(
 }
 
 fn gate_seen(verdict: &Verdict) -> Result<String, String> {
-    let seen = format!("{} mode, {}", verdict.mode.as_str(), verdict.reason.as_deref().unwrap_or("all capabilities stand"));
+    let seen =
+        format!("{} mode, {}", verdict.mode.as_str(), verdict.reason.as_deref().unwrap_or("all capabilities stand"));
     if verdict.passed { Ok(seen) } else { Err(seen) }
 }
 
@@ -225,7 +228,9 @@ async fn deferred(outbox: &Outbox, memories: &Memories, text: &str) -> Result<Re
     let (Action::Deferred, Some(id)) = (stored.action, stored.outbox_id) else {
         return Ok(Err(format!("the store was answered `{}`: {}", stored.action.as_str(), stored.message)));
     };
-    let Some((message, _)) = outbox.show(id).await? else { return Ok(Err(format!("message {id} is not in the outbox"))) };
+    let Some((message, _)) = outbox.show(id).await? else {
+        return Ok(Err(format!("message {id} is not in the outbox")));
+    };
     let filter = AuditFilter { correlation_id: Some(correlation_id), limit: 10, ..AuditFilter::default() };
     let audited = memories.audit(filter).await?;
     let told = audited.iter().any(|row| row.action == "redirect" && row.outbox_id == Some(id));
@@ -261,7 +266,9 @@ async fn flushed(
 fn control(config: &mut Config) -> Result<Result<(Control, String), String>> {
     if let Some(commands) = config.verify.clone() {
         if config.memory.is_none() {
-            return Ok(Err("[verify] has commands, but [memory] url does not say which OpenMemory they are for".to_owned()));
+            return Ok(Err(
+                "[verify] has commands, but [memory] url does not say which OpenMemory they are for".to_owned()
+            ));
         }
         return Ok(Ok((Control::Commands(commands), "by the commands of [verify]".to_owned())));
     }

@@ -219,7 +219,10 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
     let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
-    let open = OpenApiRouter::new().routes(routes!(health::livez)).routes(routes!(health::readyz)).routes(routes!(health::health));
+    let open = OpenApiRouter::new()
+        .routes(routes!(health::livez))
+        .routes(routes!(health::readyz))
+        .routes(routes!(health::health));
     OpenApiRouter::with_openapi(Description::openapi())
         .merge(enqueue)
         .merge(publish)

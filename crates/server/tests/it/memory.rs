@@ -17,14 +17,14 @@ use crate::scratch::Database;
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
 
 /// An OpenMemory of our own, on a port that stays its own while it is stopped.
-struct OpenMemory {
+pub struct OpenMemory {
     running: Option<Running>,
-    address: String,
+    pub address: String,
     flags: Vec<String>,
 }
 
 impl OpenMemory {
-    fn start(home: &Home, flags: &[&str]) -> OpenMemory {
+    pub fn start(home: &Home, flags: &[&str]) -> OpenMemory {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         let flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let mut memory = OpenMemory { running: None, address, flags };
@@ -32,7 +32,7 @@ impl OpenMemory {
         memory
     }
 
-    fn start_again(&mut self, home: &Home) {
+    pub fn start_again(&mut self, home: &Home) {
         let data = home.path("openmemory.ndjson");
         let mut args = vec!["stand-in", "openmemory", "--listen", &self.address, "--data", data.to_str().unwrap()];
         args.extend(self.flags.iter().map(String::as_str));
@@ -40,38 +40,42 @@ impl OpenMemory {
         wait_until("OpenMemory listens", || std::net::TcpStream::connect(&self.address).is_ok());
     }
 
-    fn stop(&mut self) {
+    pub fn stop(&mut self) {
         self.running = None;
     }
 
-    fn url(&self) -> String {
+    pub fn pid(&self) -> i32 {
+        self.running.as_ref().unwrap().pid().as_raw_nonzero().get()
+    }
+
+    pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    fn told(&self, body: Value) {
+    pub fn told(&self, body: Value) {
         exchange(&self.address, "POST", "/stand-in", &[], body.to_string().as_bytes()).answered(200);
     }
 
-    fn state(&self) -> Value {
+    pub fn state(&self) -> Value {
         exchange(&self.address, "GET", "/stand-in", &[], b"").answered(200).json()
     }
 
     /// What it has, by content.
-    fn contents(&self) -> Vec<String> {
+    pub fn contents(&self) -> Vec<String> {
         let state = self.state();
         let contents = state["memories"].as_array().unwrap().iter().map(|m| m["content"].as_str().unwrap().to_owned());
         contents.collect()
     }
 }
 
-fn on_every_database(case: impl Fn(Home)) {
+pub fn on_every_database(case: impl Fn(Home)) {
     for database in [Database::sqlite(), Database::postgres(), Database::mysql()] {
         case(Home::on(database));
     }
 }
 
 /// A gateway that finds out fast.
-fn configured(home: &Home, memory: &OpenMemory, more: &str) {
+pub fn configured(home: &Home, memory: &OpenMemory, more: &str) {
     home.write(
         "postrider.toml",
         &format!(
@@ -81,12 +85,12 @@ fn configured(home: &Home, memory: &OpenMemory, more: &str) {
     );
 }
 
-fn store(server: &Server, text: &str, space: &str) -> Response {
+pub fn store(server: &Server, text: &str, space: &str) -> Response {
     let body = json!({ "payload_md": text, "target_space": space });
     server.post("/memory/store", &JSON, &body.to_string())
 }
 
-fn query(server: &Server, body: Value) -> Value {
+pub fn query(server: &Server, body: Value) -> Value {
     server.post("/memory/query", &JSON, &body.to_string()).answered(200).json()
 }
 
@@ -98,7 +102,7 @@ fn audit_of(server: &Server, outbox_id: i64) -> Vec<(String, String, String)> {
 }
 
 /// All fields of the deferred answer, with their types.
-fn assert_deferred(answer: &Value) -> i64 {
+pub fn assert_deferred(answer: &Value) -> i64 {
     assert_eq!(answer["ok"], false, "{answer}");
     assert_eq!(answer["action"], "deferred", "{answer}");
     assert!(answer["correlation_id"].as_str().is_some_and(|id| !id.is_empty()), "{answer}");
