@@ -6,7 +6,7 @@ DENY := $(or $(shell command -v cargo-deny),target/tools/bin/cargo-deny)
 
 .PHONY: help
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: ## See the outbox at work, on an embedded database
@@ -31,6 +31,13 @@ mcp: ## Let the official MCP client and the inspector use our tools over both tr
 	cargo build --locked
 	scripts/check-mcp.sh
 
+.PHONY: verify-unified
+verify-unified: ## Check what an outage of OpenMemory costs; VERIFY_FULL=1 makes one
+	cargo build --locked
+	@mkdir -p target/verify
+	$(if $(POSTGRES_DSN)$(POSTRIDER_DATABASE),,POSTRIDER_DATABASE=sqlite://target/verify/postrider.db) \
+		target/debug/postrider verify $(if $(filter 1,$(VERIFY_FULL)),--full)
+
 .PHONY: lint
 lint: $(DENY) ## Check format, clippy, the dependencies' licences and sources, and the alert rules
 	cargo fmt --all --check
@@ -45,7 +52,9 @@ bench: ## Measure all three databases; figures go to target/bench/
 	$(WITH_DATABASES) scripts/bench.sh
 
 .PHONY: ci
-ci: lint test api receivers mcp demo ## Everything CI runs
+ci: lint test api receivers mcp ## Everything CI runs
+	VERIFY_FULL=1 $(MAKE) verify-unified
+	$(MAKE) demo
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:
