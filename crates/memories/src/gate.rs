@@ -92,11 +92,9 @@ pub fn judge(mode: Mode, required: &[&str], checked: &BTreeMap<String, Checked>,
         };
         capabilities.insert((*name).to_owned(), standing);
     }
-    let failed: Vec<&str> = capabilities
-        .iter()
-        .filter(|(_, standing)| matches!(standing, Standing::Failed(_)))
-        .map(|(name, _)| name.as_str())
-        .collect();
+    // The first one that is required is named first: what stands on it fails with it.
+    let is_failed = |name: &&&str| matches!(capabilities.get(**name), Some(Standing::Failed(_)));
+    let failed: Vec<&str> = required.iter().filter(is_failed).copied().collect();
     let (passed, reason) = match (mode, failed.first()) {
         (_, None) => (true, None),
         (Mode::Full, Some(name)) => (false, Some(format!("FULL mode: required capability {name} failed"))),

@@ -131,6 +131,11 @@ impl Memories {
         Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health })))
     }
 
+    /// Longest memory, in bytes.
+    pub fn max_bytes(&self) -> usize {
+        self.0.settings.max_bytes
+    }
+
     pub fn default_space(&self) -> &str {
         &self.0.settings.default_space
     }

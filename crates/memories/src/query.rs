@@ -217,10 +217,16 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
         let mut params: Vec<Value> = Vec::new();
         let list = in_ids(tx.dialect(), &ids(source), &mut params);
         for row in tx.query(&format!("SELECT {what} {list}"), &params).await? {
-            let title = row.opt_text(3)?.map_or(String::new(), |title| format!("# {title}\n\n"));
+            let content = row.opt_text(4)?.unwrap_or_default();
+            // A commit is a candidate and a memory: once is enough.
+            if found.values().any(|known| known.content == content) {
+                continue;
+            }
+            let has_title = content.starts_with("# ");
+            let title = row.opt_text(3)?.filter(|_| !has_title).map_or(String::new(), |title| format!("# {title}\n\n"));
             let recalled = Recalled {
                 memory_id: None,
-                content: format!("{title}{}", row.opt_text(4)?.unwrap_or_default()),
+                content: format!("{title}{content}"),
                 score: None,
                 space: row.opt_text(1)?,
                 source: source.as_str(),

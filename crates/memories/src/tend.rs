@@ -110,6 +110,11 @@ impl Memories {
         Capability { status: if detail.is_some() { "failed" } else { "ok" }, detail }
     }
 
+    /// For those who know that the service is back: the breaker closes at once.
+    pub fn recovered(&self) {
+        self.0.breaker.probed();
+    }
+
     /// Does the service answer at all?
     pub async fn check_health(&self) -> Result<(), String> {
         let answered = self.0.upstream.health().await;

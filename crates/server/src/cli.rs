@@ -394,6 +394,9 @@ pub enum Scm {
         /// At most so many
         #[arg(long, value_name = "N", default_value_t = 100_000)]
         limit: u32,
+        /// Only this repository
+        #[arg(long, value_name = "ID")]
+        repo: Option<i64>,
         /// Where GitLab's token is kept: env:NAME, file:PATH or exec:COMMAND
         #[arg(long, value_name = "REFERENCE")]
         token: Option<String>,

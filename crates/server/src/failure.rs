@@ -51,6 +51,10 @@ impl Failure {
         Failure { code: 0, message: String::new() }
     }
 
+    pub fn is_usage(&self) -> bool {
+        self.code == 2
+    }
+
     pub fn with(mut self, more: impl Display) -> Self {
         self.message.push_str(&more.to_string());
         self

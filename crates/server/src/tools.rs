@@ -7,6 +7,7 @@ use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Scope as R
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::gate::GateRules;
 use crate::http::{Caller, Refusal};
 use crate::metrics;
 use crate::tokens::Scope;
@@ -264,8 +265,11 @@ impl Tools {
     }
 
     async fn store(&self, arguments: StoreArguments, correlation_id: &str) -> Result<Answered, Refusal> {
-        // The gate never refuses a store; the name is taken so that callers may send it everywhere.
-        let _ = arguments.skip;
+        // The gate never refuses a store, so there is nothing to skip; a name it does not know is a mistake all the same.
+        let skip = arguments.skip.unwrap_or_default();
+        GateRules::default()
+            .with(&skip)
+            .map_err(|why| Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", why))?;
         let memory = NewMemory {
             payload_md: arguments.payload_md,
             target_space: arguments.target_space,

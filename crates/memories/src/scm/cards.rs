@@ -49,7 +49,7 @@ pub fn card(change: &Change) -> String {
     if !details.trim().is_empty() {
         text.push_str(&format!("\n{}\n", cut(details.trim(), DETAILS)));
     }
-    if let Some((count, names)) = &change.files {
+    if let Some((count, names)) = change.files.as_ref().filter(|files| files.0 > 0) {
         let named: Vec<&str> = names.iter().take(FILES).map(String::as_str).collect();
         let more = count.saturating_sub(named.len() as u64);
         let rest = if more > 0 { format!(" and {more} more") } else { String::new() };

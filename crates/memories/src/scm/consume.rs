@@ -11,7 +11,8 @@ use serde_json::{Map, Value as Json, json};
 
 use super::cards::{self, Change};
 use super::rows::{source_id, table};
-use super::{Kind, Repo, Scm};
+use super::{Kind, Repo, Scm, storable};
+use crate::candidates::NewCandidate;
 use crate::note::NewMemory;
 use crate::store::Action;
 use crate::{Memories, kv};
@@ -78,19 +79,58 @@ impl Scm {
         if let (Some(id), true) = (only, repos.is_empty()) {
             return Err(Error::invalid(format!("there is no repository {id}; scm status tells which there are")));
         }
-        for repo in repos {
-            if let Some(point) = from {
-                self.rewind(&repo, point).await?;
-            }
+        let rewound: Vec<(Repo, i64)> = match from {
+            None => vec![],
+            Some(Point::Start) => repos.iter().map(|repo| (repo.clone(), 1)).collect(),
+            Some(Point::Rev(rev)) => vec![self.locate(&repos, rev).await?],
+        };
+        for (repo, id) in &rewound {
+            self.rewind(repo, *id).await?;
+        }
+        // What is wrong with one keeps none of the others.
+        let mut wrong = None;
+        for repo in repos.iter().filter(|repo| from.is_none() || rewound.iter().any(|(r, _)| r == *repo)) {
             loop {
-                let (made, more) = self.consume_some(memories, &repo).await?;
-                all.add(made);
-                if !more {
-                    break;
+                match self.consume_some(memories, repo).await {
+                    Ok((made, more)) => {
+                        all.add(made);
+                        if !more {
+                            break;
+                        }
+                    }
+                    Err(error) => {
+                        wrong = Some(error);
+                        break;
+                    }
                 }
             }
         }
-        Ok(all)
+        wrong.map_or(Ok(all), Err)
+    }
+
+    /// The one record of that name among these repositories.
+    async fn locate(&self, repos: &[Repo], rev: &str) -> Result<(Repo, i64)> {
+        let work = Arc::new((repos.to_vec(), rev.to_owned()));
+        let found = self.transact(Mode::Read, move |tx| {
+            let work = work.clone();
+            Box::pin(async move {
+                let mut found = Vec::new();
+                for repo in &work.0 {
+                    found.extend(find(tx, repo, &work.1).await?.into_iter().map(|id| (repo.clone(), id)));
+                }
+                Ok(found)
+            })
+        });
+        let mut found = found.await?;
+        match (found.pop(), found.is_empty()) {
+            (Some(one), true) => Ok(one),
+            (Some(_), false) => {
+                Err(Error::invalid(format!("{rev} names several records; say which repository: --repo ID")))
+            }
+            (None, _) => {
+                Err(Error::invalid(format!("no repository has a record {rev}; scm status tells which there are")))
+            }
+        }
     }
 
     async fn consume_some(&self, memories: &Memories, repo: &Repo) -> Result<(Consumed, bool)> {
@@ -99,12 +139,22 @@ impl Scm {
             let repo = asked.clone();
             Box::pin(async move { items(tx, &repo).await })
         });
-        let items = items.await?;
+        let (items, epoch) = items.await?;
         let (count, mut made) = (items.len(), Consumed::default());
         for item in items {
-            let stored = memories.store(memory_of(repo, &item)).await;
+            let memory = memory_of(repo, &item, memories.max_bytes());
+            let candidate = candidate_of(&memory, &item);
+            let stored = memories.store(memory).await;
             made.cards += 1;
             match (stored.action, stored.deduplicated) {
+                (Action::Error, _) if stored.error == Some(crate::code::INVALID_MEMORY) => {
+                    tracing::warn!(
+                        rev = item.change.rev,
+                        why = stored.message,
+                        "a change cannot be remembered as it is"
+                    );
+                    made.rejected += 1;
+                }
                 (Action::Allow | Action::Deferred, true) => made.known += 1,
                 (Action::Allow, false) => made.stored += 1,
                 (Action::Deferred, false) => made.deferred += 1,
@@ -112,66 +162,79 @@ impl Scm {
                 // It waits here: the next run goes on with it.
                 (Action::Error, _) => return Err(Error::new(postrider::error::Kind::Unavailable, stored.message)),
             }
-            self.advance(repo, &item).await?;
+            if let (Some(candidate), true) = (candidate, stored.error.is_none()) {
+                memories.import(vec![candidate]).await?;
+            }
+            if !self.advance(repo, &item, epoch).await? {
+                // Somebody began again elsewhere: that cursor is the one.
+                break;
+            }
         }
         Ok((made, count == BATCH))
     }
 
-    /// Moves the cursor behind a record; never back, whoever else consumes.
-    async fn advance(&self, repo: &Repo, item: &Item) -> Result<()> {
+    /// Moves the cursor behind a record, unless it was set elsewhere meanwhile; never back, whoever else consumes.
+    async fn advance(&self, repo: &Repo, item: &Item, epoch: i64) -> Result<bool> {
         let rev = item.change.rev.parse::<i64>().map_or_else(|_| json!(item.change.rev), |number| json!(number));
-        let work =
-            Arc::new((cursor_key(repo), item.id, json!({ "last_processed_rev": rev, "last_processed_id": item.id })));
+        let cursor = json!({ "last_processed_rev": rev, "last_processed_id": item.id, "epoch": epoch });
+        let work = Arc::new((cursor_key(repo), item.id, cursor));
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move {
-                if position(kv::get(tx, CURSORS, &work.0).await?.as_ref()) < work.1 {
+                let now = kv::get(tx, CURSORS, &work.0).await?;
+                if epoch_of(now.as_ref()) != epoch {
+                    return Ok(false);
+                }
+                if position(now.as_ref()) < work.1 {
                     kv::set(tx, CURSORS, &work.0, &work.2).await?;
                 }
-                Ok(())
+                Ok(true)
             })
         })
         .await
     }
 
     /// Sets the cursor right before a record.
-    async fn rewind(&self, repo: &Repo, point: &Point) -> Result<()> {
-        let work = Arc::new((repo.clone(), point.clone()));
+    async fn rewind(&self, repo: &Repo, id: i64) -> Result<()> {
+        let key: Arc<str> = cursor_key(repo).into();
         self.transact(Mode::Write, move |tx| {
-            let work = work.clone();
+            let key = key.clone();
             Box::pin(async move {
-                let (repo, point) = &*work;
-                let id = match point {
-                    Point::Start => 1,
-                    Point::Rev(rev) => find(tx, repo, rev).await?,
-                };
-                let cursor = json!({ "last_processed_rev": null, "last_processed_id": id - 1 });
-                kv::set(tx, CURSORS, &cursor_key(repo), &cursor).await
+                let epoch = epoch_of(kv::get(tx, CURSORS, &key).await?.as_ref()) + 1;
+                let cursor = json!({ "last_processed_rev": null, "last_processed_id": id - 1, "epoch": epoch });
+                kv::set(tx, CURSORS, &key, &cursor).await
             })
         })
         .await
     }
 }
 
-async fn find(tx: &mut (dyn Tx + Send), repo: &Repo, rev: &str) -> Result<i64> {
+/// How often a cursor was set by hand.
+fn epoch_of(cursor: Option<&Json>) -> i64 {
+    cursor.and_then(|cursor| cursor.get("epoch")).and_then(Json::as_i64).unwrap_or(0)
+}
+
+/// Records of that name; of a commit the beginning of its sha is enough.
+async fn find(tx: &mut (dyn Tx + Send), repo: &Repo, rev: &str) -> Result<Vec<i64>> {
     let (table, column) = table(repo.kind);
-    let unknown = || Error::invalid(format!("repository {} has no {column} {rev}", repo.repo_id));
-    let named: Value = match repo.kind {
-        Kind::Git => rev.into(),
-        Kind::Svn | Kind::Gitlab => rev.parse::<i64>().map_err(|_| unknown())?.into(),
+    let (condition, named): (&str, Value) = match (repo.kind, rev.parse::<i64>()) {
+        (Kind::Git, _) if rev.len() < 4 || !rev.chars().all(|c| c.is_ascii_hexdigit()) => return Ok(vec![]),
+        (Kind::Git, _) => ("LIKE ?", format!("{}%", rev.to_ascii_lowercase()).into()),
+        (_, Ok(number)) => ("= ?", number.into()),
+        (_, Err(_)) => return Ok(vec![]),
     };
-    let sql = format!("SELECT id FROM {table} WHERE repo_id = ? AND {column} = ?");
-    let rows = tx.query(&sql, &[repo.repo_id.into(), named]).await?;
-    rows.first().ok_or_else(unknown)?.int(0)
+    let sql = format!("SELECT id FROM {table} WHERE repo_id = ? AND {column} {condition} LIMIT 2");
+    tx.query(&sql, &[repo.repo_id.into(), named]).await?.iter().map(|row| row.int(0)).collect()
 }
 
 /// The next records behind the cursor, with what is known of their changes.
-async fn items(tx: &mut (dyn Tx + Send), repo: &Repo) -> Result<Vec<Item>> {
-    let after = position(kv::get(tx, CURSORS, &cursor_key(repo)).await?.as_ref());
+async fn items(tx: &mut (dyn Tx + Send), repo: &Repo) -> Result<(Vec<Item>, i64)> {
+    let cursor = kv::get(tx, CURSORS, &cursor_key(repo)).await?;
+    let (after, epoch) = (position(cursor.as_ref()), epoch_of(cursor.as_ref()));
     let columns = match repo.kind {
         Kind::Git => "id, sha, author, message, stats_json, authored_at, NULL",
         Kind::Svn => "id, revision, author, message, paths_json, at, NULL",
-        Kind::Gitlab => "id, iid, author, title, NULL, merged_at, state",
+        Kind::Gitlab => "id, iid, author, title, raw_json, merged_at, state",
     };
     let (table, _) = table(repo.kind);
     let sql = format!("SELECT {columns} FROM {table} WHERE repo_id = ? AND id > ? ORDER BY id LIMIT {BATCH}");
@@ -184,11 +247,12 @@ async fn items(tx: &mut (dyn Tx + Send), repo: &Repo) -> Result<Vec<Item>> {
         let patch = patch.first().map(|p| Ok::<_, Error>((p.text(0)?, p.text(1)?, p.int(2)?))).transpose()?;
         items.push(Item { id: row.int(0)?, change: change(repo, row, &rev)?, uri: uri(repo, &rev), patch });
     }
-    Ok(items)
+    Ok((items, epoch))
 }
 
 fn change(repo: &Repo, row: &Row, rev: &str) -> Result<Change> {
     let known: Option<Json> = row.opt_text(4)?.and_then(|text| serde_json::from_str(&text).ok());
+    let more = known.as_ref().and_then(|known| known.get("description")?.as_str()).map(str::to_owned);
     let files = known.and_then(|known| {
         let (count, names) = match repo.kind {
             Kind::Svn => ("count", "paths"),
@@ -209,7 +273,7 @@ fn change(repo: &Repo, row: &Row, rev: &str) -> Result<Change> {
         rev: rev.to_owned(),
         author: row.text(2)?,
         at: row.opt_time(5)?.map(|at| at.to_string()),
-        message: row.text(3)?,
+        message: more.map_or_else(|| row.text(3), |more| Ok(format!("{}\n\n{more}", row.text(3)?)))?,
         files,
         state: row.opt_text(6)?,
     })
@@ -225,12 +289,26 @@ fn uri(repo: &Repo, rev: &str) -> String {
     format!("scm://{}/{what}/{rev}", repo.repo_id)
 }
 
-fn memory_of(repo: &Repo, item: &Item) -> NewMemory {
+/// The same as a candidate, so that it is found by its words when the memory service is away.
+fn candidate_of(memory: &NewMemory, item: &Item) -> Option<NewCandidate> {
+    let title: String = item.change.message.trim().lines().next().unwrap_or_default().chars().take(200).collect();
+    let candidate = NewCandidate {
+        title: if title.trim().is_empty() { item.change.rev.clone() } else { title },
+        content_md: memory.payload_md.clone(),
+        kind: memory.kind.clone(),
+        confidence: None,
+        evidence_refs: memory.evidence_refs.clone(),
+        target_space: memory.target_space.clone(),
+    };
+    candidate.check().is_ok().then_some(candidate)
+}
+
+fn memory_of(repo: &Repo, item: &Item, most_bytes: usize) -> NewMemory {
     let patch = item.patch.as_ref().map(|(uri, sha256, size)| (uri.as_str(), sha256.as_str(), *size));
     let meta = json!({ "repo_id": repo.repo_id, "repo": repo.name, "scm": repo.kind, "rev": item.change.rev });
     let meta_json = if let Json::Object(meta) = meta { meta } else { Map::new() };
     NewMemory {
-        payload_md: cards::card(&item.change),
+        payload_md: storable(&cards::card(&item.change), most_bytes),
         target_space: repo.target_space.clone(),
         meta_json,
         kind: Some(item.change.kind.to_owned()),

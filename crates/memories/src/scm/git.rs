@@ -5,6 +5,7 @@ use std::path::Path;
 
 use async_trait::async_trait;
 use git2::{Commit, DiffFormat, DiffOptions, ErrorCode, Oid, Repository, Sort};
+use postrider::message::{hex, sha256};
 use serde_json::{Value as Json, json};
 use tokio::sync::mpsc;
 
@@ -12,6 +13,8 @@ use super::{BATCH, History, Kind, Record, Source, Trouble, moment, storable};
 
 /// Longest message that is kept, in bytes.
 const MOST_MESSAGE: usize = 256 * 1024;
+/// Messages of one batch, in bytes.
+const MOST_BATCH: usize = 4 << 20;
 /// Files named of one commit.
 const MOST_NAMES: usize = 50;
 /// Longest author, in bytes.
@@ -21,18 +24,27 @@ const MOST_AUTHOR: usize = 1000;
 pub struct Git {
     path: String,
     name: String,
+    named: bool,
 }
 
 impl Git {
     pub fn new(path: &Path, name: Option<String>) -> Result<Self, Trouble> {
-        let wrong = |e: std::io::Error| Trouble::Source(format!("cannot read {}: {e}", path.display()));
-        let path = path.canonicalize().map_err(wrong)?;
-        let repository = Repository::open(&path).map_err(|e| trouble(&e))?;
-        let bare = repository.is_bare();
-        let last = path.file_name().map_or_else(|| "repository".into(), |name| name.to_string_lossy().into_owned());
+        let given = path.display().to_string();
+        let wrong = |e: std::io::Error| Trouble::Source(format!("cannot read {given}: {e}"));
+        if !path.exists() {
+            return Err(Trouble::Source(format!("there is nothing at {given}")));
+        }
+        let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+        // However it is named, and from whichever of its work trees: it is one repository.
+        let path = repository.commondir().canonicalize().map_err(wrong)?;
+        let bare = !path.ends_with(".git");
+        let named = if bare { Some(path.as_path()) } else { path.parent() };
+        let last = named
+            .and_then(Path::file_name)
+            .map_or_else(|| "repository".into(), |name| name.to_string_lossy().into_owned());
         let usual = if bare { last.trim_end_matches(".git").to_owned() } else { last };
         let path = path.to_str().ok_or_else(|| Trouble::Source("the path is no text".to_owned()))?.to_owned();
-        Ok(Git { path, name: name.unwrap_or(usual) })
+        Ok(Git { path, named: name.is_some(), name: name.unwrap_or(usual) })
     }
 }
 
@@ -43,14 +55,14 @@ fn trouble(error: &git2::Error) -> Trouble {
     }
 }
 
-/// Branches and what they point to.
+/// Branches and tags, and what they point to.
 fn tips(repository: &Repository) -> Result<BTreeMap<String, String>, git2::Error> {
     let mut tips = BTreeMap::new();
     for reference in repository.references()? {
         let reference = reference?;
         let name = String::from_utf8_lossy(reference.name_bytes()).into_owned();
-        let branch = name.starts_with("refs/heads/") || name.starts_with("refs/remotes/");
-        if branch && let Ok(commit) = reference.peel_to_commit() {
+        let ours = ["refs/heads/", "refs/remotes/", "refs/tags/"].iter().any(|kind| name.starts_with(kind));
+        if ours && let Ok(commit) = reference.peel_to_commit() {
             tips.insert(name, commit.id().to_string());
         }
     }
@@ -59,6 +71,12 @@ fn tips(repository: &Repository) -> Result<BTreeMap<String, String>, git2::Error
         tips.insert("HEAD".to_owned(), head.id().to_string());
     }
     Ok(tips)
+}
+
+/// Where a shallow clone ends; what lies beyond may come later.
+fn boundary(repository: &Repository) -> String {
+    let file = std::fs::read(repository.commondir().join("shallow")).unwrap_or_default();
+    if file.is_empty() { String::new() } else { hex(&sha256(&file)) }
 }
 
 /// Commits that are reachable now and were not before, oldest first. Only their ids: twenty bytes each.
@@ -154,11 +172,16 @@ impl Source for Git {
         &self.name
     }
 
+    fn is_named(&self) -> bool {
+        self.named
+    }
+
     async fn open(&self, watermark: Option<&Json>) -> Result<Box<dyn History>, Trouble> {
         let known: Vec<String> = watermark
             .and_then(|watermark| watermark.get("tips")?.as_object())
             .map(|tips| tips.values().filter_map(|tip| tip.as_str().map(str::to_owned)).collect())
             .unwrap_or_default();
+        let boundary_then = watermark.and_then(|w| w.get("boundary")?.as_str()).unwrap_or_default().to_owned();
         let path = self.path.clone();
         let (send, batches) = mpsc::channel(2);
         let (opened_send, opened) = tokio::sync::oneshot::channel();
@@ -167,26 +190,42 @@ impl Source for Git {
             let begun = (|| {
                 let repository = Repository::open(&path)?;
                 let tips = tips(&repository)?;
+                let boundary = boundary(&repository);
+                // A clone that was deepened has ancestors nobody has read.
+                let known = if boundary == boundary_then { known } else { vec![] };
                 let ids = new_commits(&repository, &tips, &known)?;
-                Ok::<_, git2::Error>((repository, tips, ids))
+                Ok::<_, git2::Error>((repository, tips, boundary, ids))
             })();
-            let (repository, tips, ids) = match begun {
+            let (repository, tips, boundary, ids) = match begun {
                 Ok(begun) => begun,
                 Err(error) => return drop(opened_send.send(Err(trouble(&error)))),
             };
-            if opened_send.send(Ok((tips, ids.len() as u64))).is_err() {
+            if opened_send.send(Ok((tips, boundary, ids.len() as u64))).is_err() {
                 return;
             }
-            for part in ids.chunks(BATCH) {
-                let batch: Result<Vec<Record>, git2::Error> = part.iter().map(|id| record(&repository, *id)).collect();
-                if send.blocking_send(batch.map_err(|e| trouble(&e))).is_err() {
+            let (mut batch, mut bytes) = (Vec::new(), 0);
+            for (n, id) in ids.iter().enumerate() {
+                match record(&repository, *id) {
+                    Err(error) => return drop(send.blocking_send(Err(trouble(&error)))),
+                    Ok(record) => {
+                        bytes += if let Record::Commit { message, .. } = &record { message.len() } else { 0 };
+                        batch.push(record);
+                    }
+                }
+                let full = batch.len() == BATCH || bytes > MOST_BATCH || n + 1 == ids.len();
+                if full && send.blocking_send(Ok(std::mem::take(&mut batch))).is_err() {
                     return;
                 }
+                bytes = if full { 0 } else { bytes };
             }
         });
         let gone = |_| Trouble::Source("reading the repository ended early".to_owned());
-        let (tips, total) = opened.await.map_err(gone)??;
-        Ok(Box::new(Commits { batches, total, watermark: json!({ "tips": tips }) }))
+        let (tips, boundary, total) = opened.await.map_err(gone)??;
+        let mut watermark = json!({ "tips": tips });
+        if !boundary.is_empty() {
+            watermark["boundary"] = json!(boundary);
+        }
+        Ok(Box::new(Commits { batches, total, watermark }))
     }
 
     async fn diff(&self, rev: &str) -> Result<Vec<u8>, Trouble> {

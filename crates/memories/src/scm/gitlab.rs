@@ -1,6 +1,7 @@
 //! Merge requests of a GitLab project, by its REST API: page by page in the order they were changed, waiting when it says
 //! that it was asked too often.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +30,7 @@ pub struct Gitlab {
     /// The project's own page.
     url: String,
     name: String,
+    named: bool,
 }
 
 struct Client {
@@ -57,7 +59,7 @@ impl Gitlab {
         let api = format!("{origin}/api/v4/projects/{encoded}");
         let last = project.rsplit('/').next().unwrap_or("project").to_owned();
         let client = Arc::new(Client { exchange, api, token, timeout });
-        Ok(Gitlab { client, url: format!("{origin}/{project}"), name: name.unwrap_or(last) })
+        Ok(Gitlab { client, url: format!("{origin}/{project}"), named: name.is_some(), name: name.unwrap_or(last) })
     }
 }
 
@@ -93,37 +95,75 @@ impl Client {
     }
 }
 
+/// Pages by the time of the last change, not by number: what is changed meanwhile moves to the end and shifts nothing.
 struct MergeRequests {
     client: Arc<Client>,
     since: Option<String>,
-    page: Option<String>,
+    /// Counts only while all of a page was changed in the same moment.
+    page: usize,
+    ended: bool,
+    /// What was read since `since`, so that the overlap is not read twice.
+    seen: HashSet<(i64, String)>,
     /// The newest change seen.
     newest: Option<String>,
+}
+
+/// A little before a moment.
+fn before(moment: &str) -> String {
+    moment.parse::<Timestamp>().map_or_else(|_| moment.to_owned(), |at| at.minus(OVERLAP).to_string())
 }
 
 #[async_trait]
 impl History for MergeRequests {
     async fn next(&mut self) -> Result<Vec<Record>, Trouble> {
-        let Some(page) = self.page.clone() else { return Ok(vec![]) };
-        let since = self.since.as_ref().map_or(String::new(), |since| {
-            format!("&updated_after={}", url::form_urlencoded::byte_serialize(since.as_bytes()).collect::<String>())
-        });
-        let path = format!(
-            "/merge_requests?scope=all&state=all&order_by=updated_at&sort=asc&per_page={PER_PAGE}&page={page}{since}"
-        );
-        let (headers, body) = self.client.get(&path).await?;
-        let strange = |e: serde_json::Error| Trouble::Source(format!("GitLab's answer cannot be read: {e}"));
-        let found: Vec<Json> = serde_json::from_slice(&body).map_err(strange)?;
-        let next =
-            headers.get("x-next-page").and_then(|next| next.to_str().ok()).filter(|next| !next.trim().is_empty());
-        self.page = next.map(|next| next.trim().to_owned());
+        loop {
+            if self.ended {
+                return Ok(vec![]);
+            }
+            let since = self.since.as_ref().map_or(String::new(), |since| {
+                format!("&updated_after={}", url::form_urlencoded::byte_serialize(since.as_bytes()).collect::<String>())
+            });
+            let path = format!(
+                "/merge_requests?scope=all&state=all&order_by=updated_at&sort=asc&per_page={PER_PAGE}&page={}{since}",
+                self.page
+            );
+            let (_, body) = self.client.get(&path).await?;
+            let strange = |e: serde_json::Error| Trouble::Source(format!("GitLab's answer cannot be read: {e}"));
+            let found: Vec<Json> = serde_json::from_slice(&body).map_err(strange)?;
+            let (full, last) = (found.len() >= PER_PAGE, found.last().and_then(|mr| mr.get("updated_at")?.as_str()));
+            let next = last.map(before);
+            self.ended = !full;
+            if next > self.since {
+                (self.since, self.page) = (next, 1);
+            } else {
+                self.page += 1;
+            }
+            let records = self.records(found)?;
+            if !records.is_empty() || self.ended {
+                return Ok(records);
+            }
+        }
+    }
+
+    fn watermark(&self) -> Json {
+        let newest = self.newest.clone().or_else(|| self.since.clone());
+        json!({ "updated_after": newest })
+    }
+}
+
+impl MergeRequests {
+    fn records(&mut self, found: Vec<Json>) -> Result<Vec<Record>, Trouble> {
         let mut records = Vec::with_capacity(found.len());
         for raw in found {
             let text = |name: &str| raw.get(name).and_then(Json::as_str).map(str::to_owned);
             let Some(iid) = raw.get("iid").and_then(Json::as_i64) else {
                 return Err(Trouble::Source("a merge request of GitLab has no iid".to_owned()));
             };
-            self.newest = text("updated_at").max(self.newest.take());
+            let updated_at = text("updated_at").unwrap_or_default();
+            if !self.seen.insert((iid, updated_at.clone())) {
+                continue;
+            }
+            self.newest = Some(updated_at).max(self.newest.take());
             let author = raw.get("author").and_then(|author| author.get("username")?.as_str()).unwrap_or("unknown");
             records.push(Record::MergeRequest {
                 iid,
@@ -134,12 +174,9 @@ impl History for MergeRequests {
                 raw: kept(&raw),
             });
         }
+        let since = self.since.clone().unwrap_or_default();
+        self.seen.retain(|(_, at)| before(at) >= since);
         Ok(records)
-    }
-
-    fn watermark(&self) -> Json {
-        let newest = self.newest.clone().or_else(|| self.since.clone());
-        json!({ "updated_after": newest })
     }
 }
 
@@ -195,11 +232,20 @@ impl Source for Gitlab {
         &self.name
     }
 
+    fn is_named(&self) -> bool {
+        self.named
+    }
+
     async fn open(&self, watermark: Option<&Json>) -> Result<Box<dyn History>, Trouble> {
         let last = watermark.and_then(|watermark| watermark.get("updated_after")?.as_str()).map(str::to_owned);
-        let since = last.map(|last| last.parse::<Timestamp>().map_or(last, |at| at.minus(OVERLAP).to_string()));
-        let first = Some("1".to_owned());
-        Ok(Box::new(MergeRequests { client: self.client.clone(), newest: None, since, page: first }))
+        Ok(Box::new(MergeRequests {
+            client: self.client.clone(),
+            since: last.as_deref().map(before),
+            page: 1,
+            ended: false,
+            seen: HashSet::new(),
+            newest: last,
+        }))
     }
 
     async fn diff(&self, rev: &str) -> Result<Vec<u8>, Trouble> {

@@ -9,6 +9,7 @@ pub mod svn;
 mod consume;
 mod rows;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -116,6 +117,9 @@ pub trait Source: Send + Sync {
     fn url(&self) -> &str;
 
     fn name(&self) -> &str;
+
+    /// The name was chosen, and is not merely the last part of its address.
+    fn is_named(&self) -> bool;
 
     /// What is new since the watermark, oldest first.
     async fn open(&self, watermark: Option<&Json>) -> Result<Box<dyn History>, Trouble>;
@@ -283,23 +287,21 @@ impl Scm {
 
     /// Writes a batch; in best effort what cannot be written is left out, one by one.
     async fn write(&self, repo: &Repo, batch: Vec<Record>, strictness: Strictness) -> Result<Stored> {
-        match self.write_all(repo, batch.clone()).await {
+        let batch = Arc::new(batch);
+        match self.write_all(repo, batch.clone(), 0..batch.len()).await {
             Err(error) if strictness == Strictness::BestEffort && rows::is_about_the_record(&error) => {}
             other => return other,
         }
         let mut all = Stored::default();
-        for record in batch {
-            let named = record.rev();
-            match self.write_all(repo, vec![record]).await {
+        for (n, record) in batch.iter().enumerate() {
+            match self.write_all(repo, batch.clone(), n..n + 1).await {
                 Ok(stored) => all.new += stored.new,
                 Err(error) if rows::is_about_the_record(&error) => {
                     all.skipped += 1;
-                    tracing::warn!(%error, rev = named, "a record cannot be written and is left out");
-                    self.tell(
-                        "scm_record_skipped",
-                        json!({ "repo_id": repo.repo_id, "rev": named, "error": error.to_string() }),
-                    )
-                    .await?;
+                    let rev = record.rev();
+                    tracing::warn!(%error, rev, "a record cannot be written and is left out");
+                    let what = json!({ "repo_id": repo.repo_id, "rev": rev, "error": error.to_string() });
+                    self.tell("scm_record_skipped", what).await?;
                 }
                 Err(error) => return Err(error),
             }
@@ -307,21 +309,26 @@ impl Scm {
         Ok(all)
     }
 
-    async fn write_all(&self, repo: &Repo, batch: Vec<Record>) -> Result<Stored> {
-        let work = Arc::new((repo.clone(), batch));
+    async fn write_all(&self, repo: &Repo, batch: Arc<Vec<Record>>, part: Range<usize>) -> Result<Stored> {
+        let work = Arc::new((repo.clone(), batch, part));
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
-            Box::pin(async move { rows::insert(tx, &work.0, &work.1).await })
+            Box::pin(async move { rows::insert(tx, &work.0, &work.1[work.2.clone()]).await })
         })
         .await
     }
 
     async fn register(&self, source: &dyn Source, space: Option<&str>) -> Result<Repo> {
-        let work =
-            Arc::new((source.kind(), source.url().to_owned(), source.name().to_owned(), space.map(str::to_owned)));
+        for (what, text, most) in [("address", source.url(), 500), ("name", source.name(), 200)] {
+            if text.is_empty() || text.len() > most || text.contains('\0') {
+                return Err(Error::invalid(format!("the {what} of a repository has 1 to {most} bytes")));
+            }
+        }
+        let names = (source.name().to_owned(), source.is_named());
+        let work = Arc::new((source.kind(), source.url().to_owned(), names, space.map(str::to_owned)));
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
-            Box::pin(async move { rows::register(tx, work.0, &work.1, &work.2, work.3.as_deref()).await })
+            Box::pin(async move { rows::register(tx, work.0, &work.1, (&work.2.0, work.2.1), work.3.as_deref()).await })
         })
         .await
     }
@@ -385,7 +392,12 @@ impl Scm {
                         written.await?;
                         done.materialised += 1;
                     }
-                    Err(trouble @ Trouble::Authentication(_)) => return Err(trouble.into()),
+                    // Neither will let the next one in.
+                    Err(trouble @ (Trouble::Authentication(_) | Trouble::Network(_))) => {
+                        let what = json!({ "repo_id": repo.repo_id, "rev": rev, "error": trouble.to_string() });
+                        self.tell("scm_diff_failed", what).await?;
+                        return Err(trouble.into());
+                    }
                     Err(trouble) => {
                         tracing::warn!(%trouble, rev, "a change could not be fetched; it stays to be materialised");
                         done.failed += 1;

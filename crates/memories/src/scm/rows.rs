@@ -58,7 +58,7 @@ pub(super) async fn register(
     tx: &mut (dyn Tx + Send),
     kind: Kind,
     url: &str,
-    name: &str,
+    (name, chosen): (&str, bool),
     space: Option<&str>,
 ) -> Result<Repo> {
     let mut params: Vec<Value> = vec![kind.as_str().into(), url.into(), name.into()];
@@ -69,6 +69,10 @@ pub(super) async fn register(
     };
     let sql = format!("{verb} INTO scm_repos (kind, url, name, created_at) VALUES (?, ?, ?, {created}){tail}");
     tx.execute(&sql, &params).await?;
+    if chosen {
+        let named = "UPDATE scm_repos SET name = ? WHERE kind = ? AND url = ?";
+        tx.execute(named, &[name.into(), kind.as_str().into(), url.into()]).await?;
+    }
     if let Some(space) = space {
         let sql = "UPDATE scm_repos SET target_space = ? WHERE kind = ? AND url = ?";
         tx.execute(sql, &[space.into(), kind.as_str().into(), url.into()]).await?;

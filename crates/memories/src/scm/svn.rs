@@ -23,6 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub struct Svn {
     url: String,
     name: String,
+    named: bool,
 }
 
 impl Svn {
@@ -35,7 +36,7 @@ impl Svn {
         }
         let url = url.trim_end_matches('/').to_owned();
         let last = url.rsplit('/').next().unwrap_or("repository").to_owned();
-        Ok(Svn { url, name: name.unwrap_or(last) })
+        Ok(Svn { url, named: name.is_some(), name: name.unwrap_or(last) })
     }
 
     async fn svn(&self, args: &[&str]) -> Result<Vec<u8>, Trouble> {
@@ -55,8 +56,13 @@ impl Svn {
         Err(classify(&String::from_utf8_lossy(&output.stderr)))
     }
 
+    /// The address as of a revision; what it says itself after an `@` is part of it.
+    fn at(&self, revision: impl std::fmt::Display) -> String {
+        format!("{}@{revision}", self.url)
+    }
+
     async fn head(&self) -> Result<i64, Trouble> {
-        let text = self.svn(&["info", "--show-item", "revision", &self.url]).await?;
+        let text = self.svn(&["info", "--show-item", "revision", &self.at("HEAD")]).await?;
         let text = String::from_utf8_lossy(&text);
         text.trim().parse().map_err(|_| Trouble::Source(format!("svn info said `{}`", text.trim())))
     }
@@ -82,6 +88,8 @@ struct Revisions {
     next: i64,
     head: i64,
     first: i64,
+    /// Revisions asked for at once.
+    page: usize,
 }
 
 #[async_trait]
@@ -91,18 +99,20 @@ impl History for Revisions {
     }
 
     async fn next(&mut self) -> Result<Vec<Record>, Trouble> {
-        while self.next <= self.head {
-            let last = (self.next + BATCH as i64 - 1).min(self.head);
-            let range = format!("{}:{last}", self.next);
-            let xml = self.svn.svn(&["log", "--xml", "--verbose", "--revision", &range, &self.svn.url]).await?;
-            let records = parse(&xml)?;
-            self.next = last + 1;
-            // A path may have no part in any of these.
-            if !records.is_empty() {
-                return Ok(records);
-            }
+        if self.next > self.head {
+            return Ok(vec![]);
         }
-        Ok(vec![])
+        let (range, most) = (format!("{}:{}", self.next, self.head), self.page.to_string());
+        let at = self.svn.at(self.head);
+        let asked = self.svn.svn(&["log", "--xml", "--verbose", "--limit", &most, "--revision", &range, &at]).await;
+        if matches!(&asked, Err(Trouble::Network(_))) {
+            // Perhaps it was too much at once.
+            self.page = (self.page / 4).max(1);
+        }
+        let records = parse(&asked?)?;
+        let last = records.last().and_then(|record| record.rev().parse::<i64>().ok());
+        self.next = last.filter(|_| records.len() >= self.page).map_or(self.head + 1, |last| last + 1);
+        Ok(records)
     }
 
     fn watermark(&self) -> Json {
@@ -124,15 +134,19 @@ impl Source for Svn {
         &self.name
     }
 
+    fn is_named(&self) -> bool {
+        self.named
+    }
+
     async fn open(&self, watermark: Option<&Json>) -> Result<Box<dyn History>, Trouble> {
         let last = watermark.and_then(|watermark| watermark.get("last_rev")?.as_i64()).unwrap_or(0);
         let head = self.head().await?;
-        let svn = Svn { url: self.url.clone(), name: self.name.clone() };
-        Ok(Box::new(Revisions { svn, next: last + 1, head: head.max(last), first: last + 1 }))
+        let svn = Svn { url: self.url.clone(), name: self.name.clone(), named: self.named };
+        Ok(Box::new(Revisions { svn, next: last + 1, head: head.max(last), first: last + 1, page: BATCH }))
     }
 
     async fn diff(&self, rev: &str) -> Result<Vec<u8>, Trouble> {
-        self.svn(&["diff", "--change", rev, &self.url]).await
+        self.svn(&["diff", "--change", rev, &self.at(rev)]).await
     }
 
     fn uri(&self, rev: &str) -> String {

@@ -22,6 +22,7 @@ pub async fn run(config: &Config, args: cli::Gate, output: Output) -> Result<End
 async fn look(config: &Config, rules: &GateRules) -> Result<Verdict> {
     let outbox = match database::open_ready(config).await {
         Ok(outbox) => outbox,
+        Err(failure) if failure.is_usage() => return Err(failure),
         Err(failure) => return Ok(without_store(rules, config.memory.is_some(), &failure.to_string())),
     };
     let memories = config.memory.as_ref().map(|_| parts::memories(config, &outbox)).transpose()?;

@@ -19,7 +19,9 @@ pub async fn run(config: &Config, args: cli::Scm, output: Output) -> Result<Endi
     let scm = Scm::new(outbox.clone());
     let ending = match args {
         cli::Scm::Sync(args) => sync(&scm, args, output).await,
-        cli::Scm::Materialize { limit, token } => materialise(&scm, limit as usize, token.as_deref(), output).await,
+        cli::Scm::Materialize { limit, repo, token } => {
+            materialise(&scm, limit as usize, repo, token.as_deref(), output).await
+        }
         cli::Scm::Consume { from, repo } => {
             let memories = parts::memories(config, &outbox)?;
             let from = from.map(|text| if text == "start" { Point::Start } else { Point::Rev(text) });
@@ -113,12 +115,16 @@ async fn sync(scm: &Scm, args: ScmSource, output: Output) -> Result<Ending> {
         let bar = bar(output, "diffs");
         let done = scm.materialise(&*source, usize::MAX, &|done, _| bar.set_position(done)).await;
         bar.finish_and_clear();
-        patches = done.map_err(stopped)?;
+        // The history is there all the same; what is open is for `scm materialize`.
+        patches = done.unwrap_or_else(|halt| {
+            tracing::warn!(why = halt.to_string(), "not all changes could be fetched");
+            Materialised { materialised: 0, failed: 1 }
+        });
     }
     let mut shown = json!(synced);
     shown["diffs"] = json!(patches);
     output.show(&shown, || told(&synced, patches))?;
-    Ok(Ending::failed_if(synced.skipped > 0))
+    Ok(Ending::failed_if(synced.skipped > 0 || patches.failed > 0))
 }
 
 fn told(synced: &Synced, patches: Materialised) -> String {
@@ -129,28 +135,54 @@ fn told(synced: &Synced, patches: Materialised) -> String {
     format!("repository {}: {} read, {} new{skipped}{diffs}", synced.repo_id, count(synced.seen, "record"), synced.new)
 }
 
-async fn materialise(scm: &Scm, limit: usize, token: Option<&str>, output: Output) -> Result<Ending> {
+async fn materialise(
+    scm: &Scm,
+    limit: usize,
+    only: Option<i64>,
+    token: Option<&str>,
+    output: Output,
+) -> Result<Ending> {
     let token = token_of(token)?;
-    let mut all = Materialised::default();
-    for status in scm.status().await?.into_iter().filter(|status| status.open_patches > 0) {
-        let repo = status.repo;
-        let name = Some(repo.name.clone());
-        let source: Result<Box<dyn Source>, Trouble> = match repo.kind {
-            Kind::Git => Git::new(std::path::Path::new(&repo.url), name).map(|s| Box::new(s) as _),
-            Kind::Svn => Svn::new(&repo.url, name).map(|s| Box::new(s) as _),
-            Kind::Gitlab => Gitlab::new(&repo.url, token.as_deref(), name).map(|s| Box::new(s) as _),
-        };
-        let source = source.map_err(|trouble| stopped(trouble.into()))?;
+    let wanted = |status: &RepoStatus| status.open_patches > 0 && only.is_none_or(|id| id == status.repo.repo_id);
+    let repos: Vec<RepoStatus> = scm.status().await?.into_iter().filter(wanted).collect();
+    let hosts = repos.iter().filter(|status| status.repo.kind == Kind::Gitlab);
+    if token.is_some() && only.is_none() && hosts.count() > 1 {
+        return Err(Failure::usage("there are several GitLab projects; say which one the token is for: --repo ID"));
+    }
+    let (mut all, mut wrong) = (Materialised::default(), false);
+    for status in repos {
         let bar = bar(output, "diffs");
         let left = limit.saturating_sub((all.materialised + all.failed) as usize);
-        let done = scm.materialise(&*source, left, &|done, _| bar.set_position(done)).await;
+        let progress = |done, _| bar.set_position(done);
+        let done = match again(&status, token.as_deref()) {
+            Ok(source) => scm.materialise(&*source, left, &progress).await,
+            Err(trouble) => Err(trouble.into()),
+        };
         bar.finish_and_clear();
-        let done = done.map_err(stopped)?;
-        all.materialised += done.materialised;
-        all.failed += done.failed;
+        match done {
+            Ok(done) => {
+                all.materialised += done.materialised;
+                all.failed += done.failed;
+            }
+            // One that cannot be reached keeps none of the others.
+            Err(halt) => {
+                wrong = true;
+                tracing::error!(repo_id = status.repo.repo_id, why = halt.to_string(), "changes could not be fetched");
+            }
+        }
     }
     output.show(&all, || format!("{} materialised, {} failed", count(all.materialised, "diff"), all.failed))?;
-    Ok(Ending::failed_if(all.failed > 0))
+    Ok(Ending::failed_if(wrong || all.failed > 0))
+}
+
+/// The source of a repository that is known.
+fn again(status: &RepoStatus, token: Option<&str>) -> Result<Box<dyn Source>, Trouble> {
+    let (repo, name) = (&status.repo, Some(status.repo.name.clone()));
+    Ok(match repo.kind {
+        Kind::Git => Box::new(Git::new(std::path::Path::new(&repo.url), name)?),
+        Kind::Svn => Box::new(Svn::new(&repo.url, name)?),
+        Kind::Gitlab => Box::new(Gitlab::new(&repo.url, token, name)?),
+    })
 }
 
 fn status_table(repos: &[RepoStatus]) -> String {

@@ -137,8 +137,20 @@ async fn steps(config: &mut Config, full: bool, report: &mut Report) -> Result<(
         }
     };
     report.note("precondition: database", Ok(format!("{} answers, its schema is ready", database::shown(config))));
-    if matches!(control, Control::StandIn { .. }) && !report.note("precondition: stand-in", control.start().await) {
-        return Ok(());
+    if matches!(control, Control::StandIn { .. }) {
+        // A stand-in keeps nothing: what waits for the real one must not go there.
+        let waiting = outbox.depths().await?.get(LANE).map_or(0, |lane| lane.pending + lane.leased);
+        let empty = match waiting {
+            0 => Ok("no memory waits for another OpenMemory".to_owned()),
+            n => Err(format!(
+                "{n} memories of this database wait for another OpenMemory; verify on a database of its own"
+            )),
+        };
+        if !report.note("precondition: empty queue", empty)
+            || !report.note("precondition: stand-in", control.start().await)
+        {
+            return Ok(());
+        }
     }
     let parts = Parts::open(config, &outbox).await?;
     let Some(memories) = parts.memories.clone() else {
@@ -162,7 +174,7 @@ fn gate_seen(verdict: &Verdict) -> Result<String, String> {
     if verdict.passed { Ok(seen) } else { Err(seen) }
 }
 
-/// The four steps of the degradation check.
+/// The four steps of the degradation check. Whatever happens, OpenMemory is started again at the end.
 async fn degradation(
     config: &Config,
     outbox: &Outbox,
@@ -171,26 +183,38 @@ async fn degradation(
     control: &mut Control,
     report: &mut Report,
 ) -> Result<()> {
-    let stopped = match control.stop().await {
-        Ok(done) => reached(memories, false).await.map(|seen| format!("{done}; {seen}")),
-        Err(why) => Err(why),
-    };
-    if !report.note("stop OpenMemory", stopped) {
-        // Whatever was half stopped is to run again.
-        let _ = control.start().await;
-        return Ok(());
-    }
+    let signal = super::worker::stop_signal()?;
     let text = format!("degradation check {}", new_correlation_id());
-    let deferred = deferred(outbox, memories, &text).await?;
-    let outbox_id = deferred.as_ref().ok().map(|(id, _)| *id);
-    let went_on = report.note("store is deferred", deferred.map(|(_, seen)| seen));
+    let outage = async {
+        let stopped = match control.stop().await {
+            Ok(done) => reached(memories, false).await.map(|seen| format!("{done}; {seen}")),
+            Err(why) => Err(why),
+        };
+        if !report.note("stop OpenMemory", stopped) {
+            return None;
+        }
+        let stored = deferred(outbox, memories, &text).await;
+        let outbox_id = stored.as_ref().ok().map(|(id, _)| *id);
+        report.note("store is deferred", stored.map(|(_, seen)| seen));
+        outbox_id
+    };
+    let outage = tokio::select! {
+        outbox_id = outage => Ok(outbox_id),
+        () = signal => Err("it was told to stop".to_owned()),
+    };
+    let interrupted = outage.is_err();
+    let outbox_id = outage.ok().flatten();
     let started = match control.start().await {
         Ok(done) => reached(memories, true).await.map(|seen| format!("{done}; {seen}")),
         Err(why) => Err(why),
     };
-    let went_on = report.note("start OpenMemory", started) && went_on;
-    if let (true, Some(id)) = (went_on, outbox_id) {
-        let flushed = flushed(config, outbox, parts, memories, id).await?;
+    let back = report.note("start OpenMemory", started);
+    if interrupted {
+        report.note("interrupted", Err("it was told to stop; OpenMemory was started again".to_owned()));
+    }
+    if let (true, Some(id)) = (back, outbox_id) {
+        memories.recovered();
+        let flushed = flushed(config, outbox, parts, memories, id).await;
         report.note("flush delivers", flushed);
     }
     Ok(())
@@ -215,7 +239,7 @@ async fn reached(memories: &Memories, wanted: bool) -> Result<String, String> {
     }
 }
 
-async fn deferred(outbox: &Outbox, memories: &Memories, text: &str) -> Result<Result<(i64, String), String>> {
+async fn deferred(outbox: &Outbox, memories: &Memories, text: &str) -> Result<(i64, String), String> {
     let correlation_id = new_correlation_id();
     let memory = NewMemory {
         payload_md: text.to_owned(),
@@ -226,18 +250,16 @@ async fn deferred(outbox: &Outbox, memories: &Memories, text: &str) -> Result<Re
     };
     let stored = memories.store(memory).await;
     let (Action::Deferred, Some(id)) = (stored.action, stored.outbox_id) else {
-        return Ok(Err(format!("the store was answered `{}`: {}", stored.action.as_str(), stored.message)));
+        return Err(format!("the store was answered `{}`: {}", stored.action.as_str(), stored.message));
     };
-    let Some((message, _)) = outbox.show(id).await? else {
-        return Ok(Err(format!("message {id} is not in the outbox")));
-    };
+    let shown = outbox.show(id).await.map_err(|e| e.to_string())?;
+    let Some((message, _)) = shown else { return Err(format!("message {id} is not in the outbox")) };
     let filter = AuditFilter { correlation_id: Some(correlation_id), limit: 10, ..AuditFilter::default() };
-    let audited = memories.audit(filter).await?;
-    let told = audited.iter().any(|row| row.action == "redirect" && row.outbox_id == Some(id));
-    if !told {
-        return Ok(Err(format!("no audit with action redirect names message {id}")));
+    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?;
+    if !audited.iter().any(|row| row.action == "redirect" && row.outbox_id == Some(id)) {
+        return Err(format!("no audit with action redirect names message {id}"));
     }
-    Ok(Ok((id, format!("deferred as message {id} ({}), audited as redirect", message.status.as_str()))))
+    Ok((id, format!("deferred as message {id} ({}), audited as redirect", message.status.as_str())))
 }
 
 async fn flushed(
@@ -246,20 +268,35 @@ async fn flushed(
     parts: &Parts,
     memories: &Memories,
     id: i64,
-) -> Result<Result<String, String>> {
+) -> Result<String, String> {
+    let began = Tick::now();
+    let message = loop {
+        flush(config, outbox, parts, memories).await.map_err(|e| e.to_string())?;
+        let shown = outbox.show(id).await.map_err(|e| e.to_string())?;
+        let Some((message, _)) = shown else { return Err(format!("message {id} is gone")) };
+        // Somebody else's worker may have it in hand.
+        if message.status.as_str() != "leased" || Tick::now().since(began) > PATIENCE {
+            break message;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    let Some(memory_id) = message.result_ref.filter(|_| message.status.as_str() == "sent") else {
+        let error = message.last_error.or(message.last_error_code).unwrap_or_default();
+        return Err(format!("message {id} is {} after the flush: {error}", message.status.as_str()));
+    };
+    let filter = AuditFilter { outbox_id: Some(id), limit: 100, ..AuditFilter::default() };
+    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?;
+    if !audited.iter().any(|row| row.action == "allow" && row.status == "success") {
+        return Err(format!("no audit with action allow names message {id}"));
+    }
+    Ok(format!("message {id} was written as {memory_id}, audited as allow"))
+}
+
+async fn flush(config: &Config, outbox: &Outbox, parts: &Parts, memories: &Memories) -> Result<()> {
     memories.wake_all().await?;
     let worker = build(config, outbox, parts, &[(LANE, config.lane(LANE)?)], Output { json: true }, None).await?;
     worker.once().run(std::future::pending()).await?;
-    let Some((message, _)) = outbox.show(id).await? else { return Ok(Err(format!("message {id} is gone"))) };
-    let Some(memory_id) = message.result_ref.filter(|_| message.status.as_str() == "sent") else {
-        let error = message.last_error.or(message.last_error_code).unwrap_or_default();
-        return Ok(Err(format!("message {id} is {} after the flush: {error}", message.status.as_str())));
-    };
-    let audited = memories.audit(AuditFilter { outbox_id: Some(id), limit: 100, ..AuditFilter::default() }).await?;
-    if !audited.iter().any(|row| row.action == "allow" && row.status == "success") {
-        return Ok(Err(format!("no audit with action allow names message {id}")));
-    }
-    Ok(Ok(format!("message {id} was written as {memory_id}, audited as allow")))
+    Ok(())
 }
 
 /// Who stops and starts OpenMemory, and what the gateway is to talk to.
@@ -271,6 +308,10 @@ fn control(config: &mut Config) -> Result<Result<(Control, String), String>> {
             ));
         }
         return Ok(Ok((Control::Commands(commands), "by the commands of [verify]".to_owned())));
+    }
+    if config.memory.is_some() {
+        let what = "[memory] names an OpenMemory of yours, but [verify] does not say how to stop and start it: write stop_command and start_command, or verify with a configuration and a database of their own";
+        return Ok(Err(what.to_owned()));
     }
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let listen = free.map_err(|e| Failure::failed(format!("no free port: {e}")))?.to_string();

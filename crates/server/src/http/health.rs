@@ -9,6 +9,7 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
+use postrider_memories::gate::Standing;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
@@ -61,6 +62,9 @@ pub struct GateView {
     reason: Option<String>,
     /// `ok`, `failed` or `skipped`, by name.
     capabilities: BTreeMap<String, &'static str>,
+    /// Who said that what is skipped need not be there: `config`, `environment` or `request`.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    skipped_by: BTreeMap<String, &'static str>,
 }
 
 #[derive(Deserialize, IntoParams)]
@@ -96,7 +100,12 @@ pub async fn health(
         (true, true) => "degraded",
         (true, false) => "ok",
     };
+    let skipped_by = verdict.capabilities.iter().filter_map(|(name, standing)| match standing {
+        Standing::Skipped(source) => Some((name.clone(), source.as_str())),
+        _ => None,
+    });
     let view = GateView {
+        skipped_by: skipped_by.collect(),
         ok: verdict.passed,
         status,
         service: "postrider",

@@ -68,6 +68,7 @@ fn the_three_ways_to_skip_and_no_other() {
     assert_eq!((&health["status"], &health["capabilities"]["openmemory"]), (&json!("failed"), &json!("failed")));
     let skipped = server.get("/health?skip=openmemory").answered(200).json();
     assert_eq!((&skipped["status"], &skipped["capabilities"]["openmemory"]), (&json!("degraded"), &json!("skipped")));
+    assert_eq!(skipped["skipped_by"], json!({"openmemory": "request"}), "the answer names the source");
     server.get("/health?skip=everything").refused(400, "INVALID_REQUEST");
     assert_deferred(&store(&server, "kept whatever the gate says", "team:a").answered(202).json());
     let (_, log) = server.stop();
@@ -81,7 +82,26 @@ fn without_its_database_the_gate_still_answers() {
     let url = format!("postgres://nobody@{nobody}/x");
     let gate = home.run(&["--database", &url, "gate", "--json"]).ended(1).json();
     assert_eq!(gate["capabilities"]["store"]["status"], "failed", "{gate}");
-    assert_eq!(gate["passed"], false);
+    assert_eq!(
+        (&gate["passed"], &gate["reason"]),
+        (&json!(false), &json!("FULL mode: required capability store failed"))
+    );
+    home.run(&["--database", "foo://x", "gate"]).refused(2, &["foo"]);
+}
+
+/// A stand-in keeps nothing, so nothing that waits for the real one may go there.
+#[test]
+fn verify_never_gives_a_backlog_to_its_stand_in() {
+    let home = Home::sqlite();
+    let mut memory = OpenMemory::start(&home, &[]);
+    configured(&home, &memory, "");
+    memory.stop();
+    let id = assert_deferred(&home.run(&["memory", "store", "precious", "--json"]).done().json());
+    assert_eq!(failed_step(home.run(&["verify", "--full", "--json"])), "precondition: control of OpenMemory");
+    std::fs::remove_file(home.path("postrider.toml")).unwrap();
+    assert_eq!(failed_step(home.run(&["verify", "--full", "--json"])), "precondition: empty queue");
+    configured(&home, &memory, "");
+    assert_eq!(home.show(id)["status"], "pending");
 }
 
 fn steps(report: &Value) -> Vec<(String, bool)> {
@@ -103,7 +123,7 @@ fn verify_makes_an_outage_and_sees_it_end() {
     on_every_database(|home| {
         let short = home.run(&["verify", "--json"]).done().json();
         assert_eq!(short["passed"], true, "{short}");
-        assert!(short["steps"].as_array().unwrap().len() < 6, "without --full nothing is stopped");
+        assert!(steps(&short).iter().all(|(name, _)| name != "stop OpenMemory"), "without --full nothing is stopped");
         let report = home.run(&["verify", "--full", "--json"]).done().json();
         let names: Vec<String> = steps(&report).into_iter().map(|(name, _)| name).collect();
         assert_eq!(
@@ -143,6 +163,7 @@ fn verify_fails_at_each_step_that_is_broken() {
     };
     // Each command is the operator's own, and each may not do what it says.
     assert_eq!(failed_step(with("exit 3", "true")), "stop OpenMemory");
+    assert_eq!(failed_step(with("true", "true")), "stop OpenMemory", "it ends well and stops nothing");
     let report = with(&stop, &start).done().json();
     assert_eq!(report["passed"], true, "{report:#}");
     // Nothing can be queued.

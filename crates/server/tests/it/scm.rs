@@ -75,7 +75,11 @@ fn history(commits: usize) -> Vec<u8> {
         }
         match n {
             1 => stream.extend(b"M 100644 inline a.txt\ndata 2\nhi\n"),
-            _ if n % 20 == 7 => stream.extend(format!("R a.txt b{n}.txt\nR b{n}.txt a.txt\n").bytes()),
+            // The one that was a.txt goes by another name each time.
+            _ if n % 20 == 7 => {
+                let before = if n == 7 { "a.txt".to_owned() } else { format!("b{}.txt", n - 20) };
+                stream.extend(format!("R {before} b{n}.txt\n").bytes());
+            }
             // Some change nothing at all.
             _ if n % 10 == 5 => {}
             _ => {
@@ -219,7 +223,10 @@ fn commits_become_memories_once_through_kills_and_outages() {
         let replayed = home.run(&["scm", "consume", "--from", &sha, "--json"]).done().json();
         assert_eq!((&replayed["cards"], &replayed["known"]), (&json!(21), &json!(21)), "{replayed}");
         assert_eq!(memory.contents().len(), commits + 1);
-        home.run(&["scm", "consume", "--from", "0000"]).refused(2, &["has no sha 0000"]);
+        let short = home.run(&["scm", "consume", "--from", &sha[..12], "--json"]).done().json();
+        assert_eq!(short["cards"], 21, "the beginning of a sha is enough");
+        home.run(&["scm", "consume", "--from", "00000000"]).refused(2, &["no repository has a record 00000000"]);
+        assert_eq!(home.number("SELECT COUNT(*) FROM knowledge_candidates"), commits as i64 + 1);
         home.run(&["scm", "consume", "--repo", "9"]).refused(2, &["no repository 9"]);
     });
 }
@@ -246,6 +253,32 @@ fn changes_are_known_by_their_digest() {
     std::fs::remove_dir(&objects).unwrap();
     std::fs::rename(repo.join("away"), &objects).unwrap();
     assert_eq!(home.run(&["scm", "materialize", "--json"]).done().json(), json!({"materialised": 2, "failed": 0}));
+}
+
+#[test]
+fn tags_deepened_clones_and_other_work_trees_are_one_history() {
+    let home = Home::sqlite();
+    let repo = imported(&home, "origin.git", &history(30));
+    let at = |rev: &str| run(&repo, &["git", "rev-parse", rev], b"");
+    // Only a tag leads to this one.
+    let tree = at("main^{tree}");
+    let commit =
+        ["git", "-c", "user.name=t", "-c", "user.email=t@x", "commit-tree", &tree, "-m", "tagged", "-p", "main"];
+    let tagged = run(&repo, &commit, b"");
+    run(&repo, &["git", "tag", "v1", &tagged], b"");
+    assert_eq!(sync(&home, &["git", text(&repo)])["new"], 31);
+
+    let shallow = home.path("shallow");
+    let url = format!("file://{}", text(&repo));
+    run(&home.path("."), &["git", "clone", "--quiet", "--depth", "2", "--branch", "main", &url, text(&shallow)], b"");
+    let few = sync(&home, &["git", text(&shallow)])["new"].as_i64().unwrap();
+    assert!(few < 10, "{few}");
+    run(&shallow, &["git", "fetch", "--quiet", "--unshallow"], b"");
+    let rest = sync(&home, &["git", text(&shallow)])["new"].as_i64().unwrap();
+    assert_eq!(few + rest, 30, "what lies beyond the boundary is read once it is there");
+    // By another name it is the same repository.
+    assert_eq!(sync(&home, &["git", text(&shallow.join(".git"))])["new"], 0);
+    assert_eq!(home.number("SELECT COUNT(*) FROM scm_repos"), 2);
 }
 
 #[test]
@@ -320,6 +353,8 @@ struct GitlabState {
     /// Statuses for the next requests, before it answers well.
     statuses: Vec<u16>,
     token: Option<String>,
+    /// After the first page the one at this place is changed, in that minute.
+    touch_after: Option<(usize, usize)>,
 }
 
 /// After GitLab's documented API: merge requests of one project, paged, with its headers.
@@ -379,7 +414,13 @@ fn gitlab_answer(state: &mut GitlabState, target: &str, token: Option<&str>) -> 
     found.sort_by_key(|mr| mr["updated_at"].as_str().unwrap().to_owned());
     let shown: Vec<&&Value> = found.iter().skip((page - 1) * size).take(size).collect();
     let next = if page * size < found.len() { (page + 1).to_string() } else { String::new() };
-    answer("200 OK", &format!("x-next-page: {next}\r\n"), &json!(shown).to_string())
+    let body = json!(shown).to_string();
+    if let Some((place, minute)) = state.touch_after.take() {
+        let mut touched = merge_request(place + 1, "opened", minute);
+        touched["title"] = json!("changed meanwhile");
+        state.merge_requests[place] = touched;
+    }
+    answer("200 OK", &format!("x-next-page: {next}\r\n"), &body)
 }
 
 fn merge_request(iid: usize, state: &str, minute: usize) -> Value {
@@ -415,8 +456,11 @@ fn gitlab_is_read_page_by_page_and_waited_for() {
     home.write("token", "right\n");
     // Too often, then broken once: it waits, tries again, and goes on.
     state.lock().unwrap().statuses = vec![429, 500];
+    // And one is changed while it is being read: it moves, and takes no other's place.
+    state.lock().unwrap().touch_after = Some((4, 300));
     let first = sync(&[]).done().json();
-    assert_eq!((&first["seen"], &first["new"]), (&json!(250), &json!(250)), "{first}");
+    assert_eq!(first["new"], 251, "!5 was read twice: {first}");
+    assert_eq!(home.number("SELECT COUNT(DISTINCT iid) FROM scm_merge_requests"), 250, "none was lost");
     assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
     assert_eq!(home.text("SELECT title FROM scm_merge_requests WHERE iid = 7"), "合并 7");
     let again = sync(&[]).done().json();
