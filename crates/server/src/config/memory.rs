@@ -12,7 +12,7 @@ use url::Url;
 
 use super::file::{LaneKeys, MemoryKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place};
+use super::{Lane, Place, part_lane, says_where};
 use crate::couriers::Destination;
 use crate::failure::Result;
 use crate::secret;
@@ -85,34 +85,14 @@ pub(super) fn lane(
     environment: &Tuning,
     memory: &mut MemoryConfig,
 ) -> Result<Lane> {
-    let not_ours = keys.courier.is_some()
-        || keys.url.is_some()
-        || keys.timeout_ms.is_some()
-        || !keys.headers.is_empty()
-        || keys.show_payload.is_some()
-        || keys.dedup.is_some()
-        || keys.audit.is_some()
-        || keys.key_ttl.is_some();
-    if not_ours {
+    if says_where(keys) || keys.audit.is_some() {
         let what = "[lane.memory] takes no courier, url, timeout_ms, headers, show_payload, dedup, audit or key_ttl; where memories go is set in [memory], and they are always deduplicated and audited";
         return Err(place.wrong(at, what));
     }
-    if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
-        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
-    }
     let usual = lane_rules(&memory.settling);
-    let rules = LaneRules {
-        shards: keys.shards.map_or(usual.shards, |n| n.0),
-        max_payload_bytes: keys.max_payload_bytes.map_or(usual.max_payload_bytes, |n| n.0 as usize),
-        retention: keys.retention.map_or(usual.retention, |s| s.0),
-        ..usual
-    };
+    let usual = LaneRules { retention: keys.retention.map_or(usual.retention, |s| s.0), ..usual };
+    let (rules, settings) = part_lane(place, keys, usual, lane_settings(), [common, environment])?;
     Lanes::new().with(LANE, rules.clone()).check().map_err(|e| place.wrong(at, e))?;
     memory.settings.max_bytes = rules.max_payload_bytes;
-    let mut settings = lane_settings();
-    settings.shards = (0..rules.shards).collect();
-    for tuning in [common, &Tuning::from(keys), environment] {
-        tuning.apply(&mut settings);
-    }
     Ok(Lane { rules, settings, destination: Destination::Memory, max_age: keys.max_age.map(|span| span.0) })
 }

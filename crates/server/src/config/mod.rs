@@ -322,6 +322,41 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     })
 }
 
+/// The lane of a part of ours, tuned like any other.
+fn part_lane(
+    place: &Place,
+    keys: &LaneKeys,
+    usual: LaneRules,
+    mut settings: LaneSettings,
+    tunings: [&Tuning; 2],
+) -> Result<(LaneRules, LaneSettings)> {
+    if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
+        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
+    }
+    let rules = LaneRules {
+        shards: keys.shards.map_or(usual.shards, |n| n.0),
+        max_payload_bytes: keys.max_payload_bytes.map_or(usual.max_payload_bytes, |n| n.0 as usize),
+        ..usual
+    };
+    settings.shards = (0..rules.shards).collect();
+    let [common, environment] = tunings;
+    for tuning in [common, &Tuning::from(keys), environment] {
+        tuning.apply(&mut settings);
+    }
+    Ok((rules, settings))
+}
+
+/// Does a lane say where its messages go, and how?
+fn says_where(keys: &LaneKeys) -> bool {
+    keys.courier.is_some()
+        || keys.url.is_some()
+        || keys.timeout_ms.is_some()
+        || !keys.headers.is_empty()
+        || keys.show_payload.is_some()
+        || keys.dedup.is_some()
+        || keys.key_ttl.is_some()
+}
+
 /// `[gate]`, and what the environment leaves out.
 fn gate(place: &Place, keys: &GateKeys, variable: &impl Fn(&str) -> Option<String>) -> Result<GateRules> {
     let mode = match &keys.mode {

@@ -10,7 +10,7 @@ use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place, headers};
+use super::{Lane, Place, headers, part_lane, says_where};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
 
@@ -175,33 +175,13 @@ pub(super) fn lane(
     environment: &Tuning,
     orders: &mut OrdersConfig,
 ) -> Result<Lane> {
-    let not_ours = keys.courier.is_some()
-        || keys.url.is_some()
-        || keys.timeout_ms.is_some()
-        || !keys.headers.is_empty()
-        || keys.show_payload.is_some()
-        || keys.dedup.is_some()
-        || keys.retention.is_some()
-        || keys.key_ttl.is_some();
-    if not_ours {
+    if says_where(keys) || keys.retention.is_some() {
         let what = "[lane.orders] takes no courier, url, timeout_ms, headers, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
         return Err(place.wrong(at, what));
     }
-    if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
-        return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
-    }
     let usual = lane_rules(&orders.book, orders.broker.idempotency());
-    let rules = LaneRules {
-        shards: keys.shards.map_or(usual.shards, |n| n.0),
-        max_payload_bytes: keys.max_payload_bytes.map_or(usual.max_payload_bytes, |n| n.0 as usize),
-        audit: keys.audit.unwrap_or(false),
-        ..usual
-    };
-    let mut settings = lane_settings();
-    settings.shards = (0..rules.shards).collect();
-    for tuning in [common, &Tuning::from(keys), environment] {
-        tuning.apply(&mut settings);
-    }
+    let usual = LaneRules { audit: keys.audit.unwrap_or(false), ..usual };
+    let (rules, settings) = part_lane(place, keys, usual, lane_settings(), [common, environment])?;
     orders.settings.max_crashes = settings.budgets.max_crashes;
     Ok(Lane { rules, settings, destination: Destination::Orders, max_age: keys.max_age.map(|span| span.0) })
 }

@@ -53,25 +53,21 @@ fn unauthorized(message: &str) -> Refusal {
 }
 
 /// Lets a request through to routes that need `scope`, with its [`Caller`].
-pub async fn require(app: Arc<App>, scope: Scope, mut request: Request, next: Next) -> Response {
-    match caller(&app, request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller)) {
-        Ok(caller) => {
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
-        Err(refusal) => {
-            hear_out(request).await;
-            refusal.into_response()
-        }
-    }
+pub async fn require(app: Arc<App>, scope: Scope, request: Request, next: Next) -> Response {
+    let asked = caller(&app, request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller));
+    admit(asked, request, next).await
 }
 
 /// For routes that ask for scopes themselves. Pages of other sites are refused whatever they show.
-pub async fn any(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+pub async fn any(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let asked = match own_origin(request.headers()) {
         Ok(()) => caller(&app, request.headers()).await,
         Err(refusal) => Err(refusal),
     };
+    admit(asked, request, next).await
+}
+
+async fn admit(asked: Result<Caller, Refusal>, mut request: Request, next: Next) -> Response {
     match asked {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
