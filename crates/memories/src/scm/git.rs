@@ -15,6 +15,8 @@ use super::{BATCH, History, Kind, Record, Source, Trouble, moment, storable};
 const MOST_MESSAGE: usize = 256 * 1024;
 /// Messages of one batch, in bytes.
 const MOST_BATCH: usize = 4 << 20;
+/// Commits read before the repository is opened anew.
+const REOPEN_EVERY: usize = 20_000;
 /// Files named of one commit.
 const MOST_NAMES: usize = 50;
 /// Longest author, in bytes.
@@ -53,6 +55,10 @@ fn trouble(error: &git2::Error) -> Trouble {
         ErrorCode::Auth => Trouble::Authentication(error.message().to_owned()),
         _ => Trouble::Source(format!("git: {}", error.message())),
     }
+}
+
+fn copied(error: &git2::Error) -> git2::Error {
+    git2::Error::new(error.code(), error.class(), error.message())
 }
 
 /// Branches and tags, and what they point to.
@@ -194,9 +200,9 @@ impl Source for Git {
                 // A clone that was deepened has ancestors nobody has read.
                 let known = if boundary == boundary_then { known } else { vec![] };
                 let ids = new_commits(&repository, &tips, &known)?;
-                Ok::<_, git2::Error>((repository, tips, boundary, ids))
+                Ok::<_, git2::Error>((tips, boundary, ids))
             })();
-            let (repository, tips, boundary, ids) = match begun {
+            let (tips, boundary, ids) = match begun {
                 Ok(begun) => begun,
                 Err(error) => return drop(opened_send.send(Err(trouble(&error)))),
             };
@@ -204,8 +210,13 @@ impl Source for Git {
                 return;
             }
             let (mut batch, mut bytes) = (Vec::new(), 0);
+            let mut repository = Repository::open(&path);
             for (n, id) in ids.iter().enumerate() {
-                match record(&repository, *id) {
+                // The library keeps what it has read; opened anew it forgets.
+                if n % REOPEN_EVERY == REOPEN_EVERY - 1 {
+                    repository = Repository::open(&path);
+                }
+                match repository.as_ref().map_err(copied).and_then(|repository| record(repository, *id)) {
                     Err(error) => return drop(send.blocking_send(Err(trouble(&error)))),
                     Ok(record) => {
                         bytes += if let Record::Commit { message, .. } = &record { message.len() } else { 0 };
