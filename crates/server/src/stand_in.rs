@@ -99,6 +99,13 @@ pub struct Settings {
     /// Takes the same content twice as two memories, unlike the real one
     #[arg(long)]
     pub keep_duplicates: bool,
+    /// How it behaves from the start, like {"mode":"down"}
+    #[arg(long, value_parser = parse_mood)]
+    mood: Option<Mood>,
+}
+
+fn parse_mood(text: &str) -> Result<Mood, String> {
+    serde_json::from_str(text).map_err(|e| e.to_string())
 }
 
 /// The connection ends without an answer.
@@ -132,7 +139,7 @@ impl OpenMemory {
         let inner = Inner {
             dialect,
             key,
-            mood: Mood::Well,
+            mood: settings.mood.clone().unwrap_or(Mood::Well),
             memories,
             calls: 0,
             adds: 0,
