@@ -5,7 +5,7 @@ use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, in_ids};
 
-use crate::Orders;
+use crate::{LANE, Orders};
 use crate::ledger::{self, Entry, in_keys, key_hash};
 
 /// Entries of one transaction.
@@ -29,8 +29,11 @@ async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
     let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
+    // By the kernel's key, which lasts as long as the entry and is written at the order's end: an index on the entries
+    // themselves would cost every order that comes in.
+    let column = ledger::key_column(tx.dialect());
     let sql = format!(
-        "SELECT idempotency_key FROM idempo_ledger WHERE expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
+        "SELECT {column} FROM outbox_keys WHERE lane = '{LANE}' AND expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
     );
     let rows = tx.query(&sql, &params).await?;
     let mut keys: Vec<String> = rows.iter().map(|row| row.text(0)).collect::<Result<_>>()?;

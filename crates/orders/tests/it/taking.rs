@@ -142,8 +142,11 @@ async fn expires_in(home: &Home, key: &str, seconds: i64) {
         "postgres" => format!("clock_timestamp() + {seconds} * INTERVAL '1 second'"),
         _ => format!("UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND"),
     };
-    let sql = format!("UPDATE idempo_ledger SET expires_at = {at} WHERE idempotency_key = '{key}'");
-    assert_eq!(home.execute(&sql).await.unwrap(), 1);
+    let column = if home.outbox.store().dialect().name() == "mysql" { "`key`" } else { "key" };
+    for what in ["idempo_ledger SET expires_at = {at} WHERE idempotency_key", "outbox_keys SET expires_at = {at} WHERE {column}"] {
+        let sql = format!("UPDATE {} = '{key}'", what.replace("{at}", &at).replace("{column}", column));
+        assert_eq!(home.execute(&sql).await.unwrap(), 1);
+    }
 }
 
 async fn a_key_past_its_time_starts_clean(ground: Ground) {
