@@ -5,8 +5,8 @@ use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, in_ids};
 
-use crate::{LANE, Orders};
 use crate::ledger::{self, Entry, in_keys, key_hash};
+use crate::{LANE, Orders};
 
 /// Entries of one transaction.
 const BATCH: usize = 500;

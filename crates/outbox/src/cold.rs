@@ -429,16 +429,16 @@ pub(crate) async fn depths(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, 
 }
 
 const SHOWN: &str = "id, lane, shard_id, attempts, crashes, maybe_sent, lease_token, due_at, lease_until, locked_by, target, active_key, \
-                     payload_sha, content_type, last_error_code, last_error, correlation_id, created_at, deliver_before, ";
+                     payload_sha, content_type, last_error_code, last_error, correlation_id, created_at, deliver_before, locked_at, ";
 
 fn payload_length(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Postgres { "octet_length(payload)" } else { "length(payload)" }
 }
 
 fn shown(row: &Row) -> Result<Shown> {
-    let now = row.opt_time(23)?;
+    let now = row.opt_time(24)?;
     let lease_until = row.opt_time(8)?;
-    let status = match row.opt_text(20)?.as_deref() {
+    let status = match row.opt_text(21)?.as_deref() {
         Some("sent") => Status::Sent,
         Some(_) => Status::Dead,
         None if lease_until.zip(now).is_some_and(|(until, now)| until >= now) => Status::Leased,
@@ -465,9 +465,10 @@ fn shown(row: &Row) -> Result<Shown> {
         correlation_id: row.opt_text(16)?,
         created_at: row.time(17)?,
         deliver_before: row.opt_time(18)?,
-        payload_bytes: row.int(19)?,
-        result_ref: row.opt_text(21)?,
-        finished_at: row.opt_time(22)?,
+        locked_at: row.opt_time(19)?,
+        payload_bytes: row.int(20)?,
+        result_ref: row.opt_text(22)?,
+        finished_at: row.opt_time(23)?,
     })
 }
 
@@ -491,41 +492,119 @@ async fn select_shown(
     tx.query(&sql, &bound).await?.iter().map(shown).collect()
 }
 
+/// How far back a search for what no index knows goes, in ids; and how many due messages one for leases looks at.
+const SEARCHED: i64 = 50_000;
+
 pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Vec<Shown>> {
+    if let Some(key) = &filter.key {
+        return by_key(tx, key, filter).await;
+    }
     let mut found = Vec::new();
     for done in [false, true] {
         let ended = matches!(filter.status, Some(Status::Sent | Status::Dead));
         if filter.status.is_some() && ended != done {
             continue;
         }
-        let mut condition = "1 = 1".to_owned();
-        let mut params: Vec<Value> = Vec::new();
-        if let Some(lane) = &filter.lane {
-            condition.push_str(" AND lane = ?");
-            params.push(lane.into());
+        // The dead are few among many: lane by lane, so that an index finds them.
+        let lanes = match (&filter.lane, filter.status) {
+            (Some(lane), _) => vec![Some(lane.clone())],
+            (None, Some(Status::Dead | Status::Leased)) => lane_names(tx).await?.into_iter().map(Some).collect(),
+            (None, _) => vec![None],
+        };
+        for lane in lanes {
+            let (condition, params) = condition(tx, filter, lane.as_deref()).await?;
+            let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit);
+            found.extend(select_shown(tx, done, &condition, params, &tail).await?);
         }
-        if let Some(before) = filter.before {
-            condition.push_str(" AND id < ?");
-            params.push(before.into());
-        }
-        match filter.status {
-            Some(status @ (Status::Sent | Status::Dead)) => {
-                condition.push_str(" AND status = ?");
-                params.push(status.as_str().into());
-            }
-            Some(Status::Leased) => {
-                let now = tx.now().plus(0, &mut params);
-                condition.push_str(&format!(" AND lease_until >= {now}"));
-            }
-            Some(Status::Pending) => {
-                let now = tx.now().plus(0, &mut params);
-                condition.push_str(&format!(" AND (lease_until IS NULL OR lease_until < {now})"));
-            }
-            None => {}
-        }
-        let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit);
-        found.extend(select_shown(tx, done, &condition, params, &tail).await?);
     }
+    found.sort_by_key(|s| std::cmp::Reverse(s.id));
+    found.truncate(filter.limit as usize);
+    Ok(found)
+}
+
+async fn condition(tx: &mut (dyn Tx + Send), filter: &Filter, lane: Option<&str>) -> Result<(String, Vec<Value>)> {
+    let mut condition = "1 = 1".to_owned();
+    let mut params: Vec<Value> = Vec::new();
+    if let Some(lane) = lane {
+        condition.push_str(" AND lane = ?");
+        params.push(lane.into());
+    }
+    if let Some(before) = filter.before {
+        condition.push_str(" AND id < ?");
+        params.push(before.into());
+    }
+    if let Some(target) = &filter.target {
+        let sql = "SELECT MAX(id) FROM (SELECT MAX(id) AS id FROM outbox UNION ALL SELECT MAX(id) FROM outbox_done) AS newest";
+        let newest = tx.query(sql, &[]).await?.first().map(|row| row.opt_int(0)).transpose()?.flatten();
+        condition.push_str(" AND target = ? AND id > ?");
+        params.extend([target.into(), (filter.before.or(newest).unwrap_or(0) - SEARCHED).into()]);
+    }
+    match filter.status {
+        Some(status @ (Status::Sent | Status::Dead)) => {
+            condition.push_str(" AND status = ?");
+            params.push(status.as_str().into());
+        }
+        Some(Status::Leased) => {
+            let held = match lane {
+                Some(lane) => held_at_head(tx, lane).await?,
+                None => vec![],
+            };
+            let ids = in_ids(tx.dialect(), &held, &mut params);
+            condition.push_str(&format!(" AND id {ids}"));
+        }
+        Some(Status::Pending) => {
+            let now = tx.now().plus(0, &mut params);
+            condition.push_str(&format!(" AND (lease_until IS NULL OR lease_until < {now})"));
+        }
+        None => {}
+    }
+    Ok((condition, params))
+}
+
+/// What is held of a lane. No index knows leases, but they are at the head: due rows in the order of claims.
+async fn held_at_head(tx: &mut (dyn Tx + Send), lane: &str) -> Result<Vec<i64>> {
+    let shards = tx.query("SELECT shards FROM outbox_lanes WHERE lane = ?", &[lane.into()]).await?;
+    let shards = shards.first().map(|row| row.int(0)).transpose()?.unwrap_or(1);
+    let mut held = Vec::new();
+    for shard in 0..shards {
+        let mut params: Vec<Value> = vec![lane.into(), shard.into()];
+        let now = tx.now().plus(0, &mut params);
+        let sql = format!(
+            "SELECT id FROM (SELECT id, lease_until FROM outbox WHERE lane = ? AND shard_id = ? ORDER BY due_at, id LIMIT {SEARCHED}) AS head
+             WHERE lease_until >= {now}"
+        );
+        for row in tx.query(&sql, &params).await? {
+            held.push(row.int(0)?);
+        }
+    }
+    Ok(held)
+}
+
+/// The message that has this key or active key, in each lane or in one.
+async fn by_key(tx: &mut (dyn Tx + Send), key: &str, filter: &Filter) -> Result<Vec<Shown>> {
+    let lanes = match &filter.lane {
+        Some(lane) => vec![lane.clone()],
+        None => lane_names(tx).await?,
+    };
+    let column = if tx.dialect() == Dialect::Mysql { "`key`" } else { "key" };
+    let mut ids = Vec::new();
+    for lane in lanes {
+        let sql = format!(
+            "SELECT outbox_id FROM outbox_keys WHERE lane = ? AND {column} = ? UNION SELECT id FROM outbox WHERE lane = ? AND active_key = ?"
+        );
+        for row in tx.query(&sql, &[lane.as_str().into(), key.into(), lane.as_str().into(), key.into()]).await? {
+            ids.push(row.int(0)?);
+        }
+    }
+    let mut found = Vec::new();
+    for id in ids {
+        found.extend(show(tx, id).await?.map(|(shown, _)| shown));
+    }
+    found.retain(|shown| {
+        filter.status.is_none_or(|status| status == shown.status)
+            && filter.before.is_none_or(|before| shown.id < before)
+            && filter.target.as_ref().is_none_or(|target| shown.target.as_ref() == Some(target))
+    });
     found.sort_by_key(|s| std::cmp::Reverse(s.id));
     found.truncate(filter.limit as usize);
     Ok(found)

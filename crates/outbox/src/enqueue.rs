@@ -705,7 +705,7 @@ async fn insert_rows_postgres<T: Tx + ?Sized>(
         arrays.join(", "),
         sources.join(", ")
     );
-    let answer = tx.query(&sql, &params).await?;
+    let answer = tx.query_often(&sql, &params).await?;
     answer.iter().map(|row| Ok((row.int(0)?, row.opt_text(1)?))).collect()
 }
 

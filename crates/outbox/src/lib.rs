@@ -22,6 +22,7 @@ pub mod message;
 pub mod observe;
 pub mod outcome;
 pub mod permit;
+pub mod pulse;
 pub mod store;
 pub mod stores;
 pub mod time;

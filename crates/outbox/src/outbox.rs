@@ -15,6 +15,7 @@ use crate::lease::Lease;
 use crate::message::{Entry, NewMessage, Sha};
 use crate::migrate;
 use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
+use crate::pulse::Pulse;
 use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
 use crate::stores::{self, Options};
 use crate::tx::Tx;
@@ -461,6 +462,11 @@ impl Outbox {
     pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
         let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::stats(tx))).await?;
         Ok(self.with_all_lanes(stats))
+    }
+
+    /// How fast things went within `window`, who holds what, and how long the oldest waits. Bounded, whatever there is.
+    pub async fn pulse(&self, window: Duration) -> Result<Pulse> {
+        transact(&*self.store, Mode::Read, move |tx| Box::pin(crate::pulse::pulse(tx, window))).await
     }
 
     /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history.

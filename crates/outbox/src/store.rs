@@ -156,7 +156,9 @@ pub struct Shown {
     pub lease_token: i64,
     pub due_at: Timestamp,
     pub lease_until: Option<Timestamp>,
+    /// Who holds it, or held it last.
     pub locked_by: Option<String>,
+    pub locked_at: Option<Timestamp>,
     pub target: Option<String>,
     pub active_key: Option<String>,
     pub payload_sha: Option<String>,
@@ -202,6 +204,10 @@ pub struct Filter {
     pub status: Option<Status>,
     /// Only ids below this one (the cursor).
     pub before: Option<i64>,
+    /// Only the message that has this key or active key.
+    pub key: Option<String>,
+    /// Only this target. No index knows it: the newest 50,000 messages are searched.
+    pub target: Option<String>,
     pub limit: u32,
 }
 

@@ -651,6 +651,12 @@ pub struct List {
     /// Only pending, leased, sent or dead
     #[arg(long, value_name = "STATUS")]
     pub status: Option<Status>,
+    /// Only the message with this key or active key
+    #[arg(long, value_name = "KEY")]
+    pub key: Option<String>,
+    /// Only this target, among the newest 50,000 messages
+    #[arg(long, value_name = "TARGET")]
+    pub target: Option<String>,
     /// At most this many
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub limit: u32,

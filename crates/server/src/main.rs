@@ -28,6 +28,12 @@ mod traces;
 
 use std::process::ExitCode;
 
+use mimalloc::MiMalloc;
+
+/// Requests are many small allocations, freed by other threads than made them.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
+
 fn main() -> ExitCode {
     commands::main()
 }

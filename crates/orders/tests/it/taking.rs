@@ -143,7 +143,10 @@ async fn expires_in(home: &Home, key: &str, seconds: i64) {
         _ => format!("UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND"),
     };
     let column = if home.outbox.store().dialect().name() == "mysql" { "`key`" } else { "key" };
-    for what in ["idempo_ledger SET expires_at = {at} WHERE idempotency_key", "outbox_keys SET expires_at = {at} WHERE {column}"] {
+    for what in [
+        "idempo_ledger SET expires_at = {at} WHERE idempotency_key",
+        "outbox_keys SET expires_at = {at} WHERE {column}",
+    ] {
         let sql = format!("UPDATE {} = '{key}'", what.replace("{at}", &at).replace("{column}", column));
         assert_eq!(home.execute(&sql).await.unwrap(), 1);
     }

@@ -14,7 +14,7 @@ use futures_util::{
 };
 use tokio::sync::Notify;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
-use tokio_postgres::{Client, Config, Statement};
+use tokio_postgres::{Client, Config, RowStream, Statement};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
@@ -46,6 +46,9 @@ pub struct PostgresStore {
     silence: Duration,
     listener: Option<Arc<Listener>>,
 }
+
+/// Statements a connection keeps prepared.
+const MOST_STATEMENTS: usize = 200;
 
 struct Connector {
     config: Config,
@@ -96,6 +99,19 @@ impl Connection {
         let statement = self.client.prepare(sql).await.map_err(|e| classify(&e))?;
         self.statements.insert(sql.to_owned(), statement.clone());
         Ok(statement)
+    }
+
+    /// The same with the types of its values; none once there are so many texts that keeping them would not pay.
+    async fn prepared_typed(&mut self, sql: &str, types: &[Type]) -> Result<Option<Statement>> {
+        if let Some(statement) = self.statements.get(sql).filter(|known| known.params() == types) {
+            return Ok(Some(statement.clone()));
+        }
+        if self.statements.len() >= MOST_STATEMENTS {
+            return Ok(None);
+        }
+        let statement = self.client.prepare_typed(sql, types).await.map_err(|e| classify(&e))?;
+        self.statements.insert(sql.to_owned(), statement.clone());
+        Ok(Some(statement))
     }
 
     /// BEGIN, one statement and COMMIT in one round trip.
@@ -244,7 +260,10 @@ async fn run_typed<C: tokio_postgres::GenericClient>(
 ) -> Result<(Vec<Row>, u64)> {
     let typed: Vec<(&Value, Type)> = params.iter().map(|v| (v, type_of(v))).collect();
     let sql = numbered(sql);
-    let stream = client.query_typed_raw(&sql, typed).await.map_err(|e| classify(&e))?;
+    read(client.query_typed_raw(&sql, typed).await.map_err(|e| classify(&e))?).await
+}
+
+async fn read(stream: RowStream) -> Result<(Vec<Row>, u64)> {
     pin_mut!(stream);
     let mut rows = Vec::new();
     while let Some(row) = stream.try_next().await.map_err(|e| classify(&e))? {
@@ -275,7 +294,7 @@ caller_tx!(Client);
 
 /// A transaction of the store's own. Its BEGIN goes out with the first statement; once one failed it refuses to commit.
 struct PostgresTx<'c> {
-    client: &'c Client,
+    connection: &'c mut Connection,
     skew: i64,
     begin: Option<String>,
     failed: bool,
@@ -283,17 +302,38 @@ struct PostgresTx<'c> {
 
 impl PostgresTx<'_> {
     async fn run(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
-        let answer = match self.begin.take() {
-            None => run_typed(self.client, sql, params).await,
-            Some(begin) => {
-                let (begun, answer) =
-                    join(self.client.batch_execute(&begin), run_typed(self.client, sql, params)).await;
-                begun.map_err(|e| classify(&e)).and(answer)
-            }
-        };
+        let begin = self.begin.take();
+        let client = &self.connection.client;
+        let answer = begun_with(client, begin, run_typed(client, sql, params)).await;
         self.failed |= answer.is_err();
         answer
     }
+
+    async fn run_often(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
+        let types: Vec<Type> = params.iter().map(type_of).collect();
+        // Before BEGIN, so that a statement that cannot be prepared has begun nothing.
+        let statement = match self.connection.prepared_typed(&numbered(sql), &types).await {
+            Ok(Some(statement)) => statement,
+            Ok(None) => return self.run(sql, params).await,
+            Err(error) => {
+                self.failed = true;
+                return Err(error);
+            }
+        };
+        let begin = self.begin.take();
+        let client = &self.connection.client;
+        let run = async { read(client.query_raw(&statement, params).await.map_err(|e| classify(&e))?).await };
+        let answer = begun_with(client, begin, run).await;
+        self.failed |= answer.is_err();
+        answer
+    }
+}
+
+/// A statement, and the BEGIN before it if it is the first: both are on their way at once.
+async fn begun_with<R>(client: &Client, begin: Option<String>, run: impl Future<Output = Result<R>>) -> Result<R> {
+    let Some(begin) = begin else { return run.await };
+    let (begun, answer) = join(client.batch_execute(&begin), run).await;
+    begun.map_err(|e| classify(&e)).and(answer)
 }
 
 impl Tx for PostgresTx<'_> {
@@ -307,6 +347,10 @@ impl Tx for PostgresTx<'_> {
 
     fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
         Box::pin(async move { Ok(self.run(sql, params).await?.0) })
+    }
+
+    fn query_often<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
+        Box::pin(async move { Ok(self.run_often(sql, params).await?.0) })
     }
 
     fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
@@ -359,13 +403,13 @@ impl PostgresStore {
     }
 }
 
-async fn in_transaction(client: &Client, skew: i64, silence: Duration, work: &mut Work) -> Result<()> {
+async fn in_transaction(connection: &mut Connection, skew: i64, silence: Duration, work: &mut Work) -> Result<()> {
     // A transaction cut off by the network must not hold its locks for long.
     let begin = format!(
         "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = {}",
         silence.as_millis()
     );
-    let mut tx = PostgresTx { client, skew, begin: Some(begin), failed: false };
+    let mut tx = PostgresTx { connection, skew, begin: Some(begin), failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
         done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
@@ -373,6 +417,7 @@ async fn in_transaction(client: &Client, skew: i64, silence: Duration, work: &mu
     if tx.begin.is_some() {
         return done; // it asked nothing, so nothing was begun
     }
+    let client = &tx.connection.client;
     match done {
         Ok(()) => client.batch_execute("COMMIT").await.map_err(|e| at_commit(&e)),
         Err(error) => {
@@ -604,11 +649,11 @@ impl Store for PostgresStore {
     async fn transact(&self, _: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
         rerun(|| async {
-            let loan = self.pool.take().await?;
+            let mut loan = self.pool.take().await?;
             let mut work = work.lock().await;
             let answer = self
                 .pool
-                .timed(in_transaction(&loan.connection.client, self.skew.micros(), self.silence, &mut work))
+                .timed(in_transaction(&mut loan.connection, self.skew.micros(), self.silence, &mut work))
                 .await?;
             self.keep_if_clean(loan, &answer);
             answer

@@ -629,7 +629,7 @@ async fn lists_filter_and_page(db: Database) {
     let pending = db.put("a", "pending").await;
     let other = db.put("b", "other").await;
     let list = |status, before, limit| {
-        let filter = Filter { lane: Some("a".into()), status, before, limit };
+        let filter = Filter { lane: Some("a".into()), status, before, limit, ..Filter::default() };
         let outbox = db.outbox.clone();
         async move { outbox.list(filter).await.unwrap().iter().map(|s| s.id).collect::<Vec<_>>() }
     };

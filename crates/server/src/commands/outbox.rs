@@ -61,7 +61,14 @@ async fn stats(outbox: &Outbox, output: Output) -> Result<Ending> {
 }
 
 async fn list(outbox: &Outbox, args: cli::List, output: Output) -> Result<Ending> {
-    let filter = Filter { lane: args.lane, status: args.status, before: args.before, limit: args.limit };
+    let filter = Filter {
+        lane: args.lane,
+        status: args.status,
+        before: args.before,
+        key: args.key,
+        target: args.target,
+        limit: args.limit,
+    };
     let items = outbox.list(filter).await?;
     let next = items.last().filter(|_| items.len() == args.limit as usize).map(|last| last.id);
     output.show(&json!({ "items": items, "next_cursor": next.map(|id| id.to_string()) }), || {
@@ -201,6 +208,7 @@ async fn dead_ids(outbox: &Outbox, lane: &str) -> Result<Vec<i64>> {
             status: Some(Status::Dead),
             before: ids.last().copied(),
             limit: PAGE,
+            ..Filter::default()
         };
         let page = outbox.list(filter).await?;
         ids.extend(page.iter().map(|m| m.id));

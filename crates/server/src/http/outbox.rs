@@ -248,7 +248,9 @@ pub struct MessageView {
     lease_token: i64,
     due_at: String,
     lease_until: Option<String>,
+    /// Who holds it, or held it last.
     locked_by: Option<String>,
+    locked_at: Option<String>,
     target: Option<String>,
     active_key: Option<String>,
     payload_sha: Option<String>,
@@ -278,6 +280,7 @@ impl From<Shown> for MessageView {
             due_at: m.due_at.to_string(),
             lease_until: moment(m.lease_until),
             locked_by: m.locked_by,
+            locked_at: moment(m.locked_at),
             target: m.target,
             active_key: m.active_key,
             payload_sha: m.payload_sha,
@@ -341,6 +344,12 @@ pub struct ListQuery {
     /// Only `pending`, `leased`, `sent` or `dead`.
     #[param(pattern = "^(pending|leased|sent|dead)$")]
     status: Option<String>,
+    /// Only the message with this key or active key.
+    #[param(max_length = 255)]
+    key: Option<String>,
+    /// Only this target, among the newest 50,000 messages.
+    #[param(max_length = 255)]
+    target: Option<String>,
     /// At most this many.
     #[param(minimum = 1, maximum = 1000, default = 50)]
     limit: Option<u32>,
@@ -371,7 +380,12 @@ pub async fn list(
     let status =
         query.status.map(|text| text.parse::<Status>()).transpose().map_err(|e| Refusal::invalid(e.to_string()))?;
     let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
-    let items = app.outbox.list(Filter { lane, status, before, limit }).await?;
+    let given = |text: Option<String>| text.filter(|text| !text.is_empty());
+    let (key, target) = (given(query.key), given(query.target));
+    if [&key, &target].into_iter().flatten().any(|text| text.contains('\0')) {
+        return Err(Refusal::invalid("a key or a target has no NUL".to_owned()));
+    }
+    let items = app.outbox.list(Filter { lane, status, before, key, target, limit }).await?;
     let next_cursor = cursor(items.last().filter(|_| items.len() == limit as usize).map(|last| last.id));
     Ok(Json(MessageList { items: items.into_iter().map(MessageView::from).collect(), next_cursor }))
 }
