@@ -16,6 +16,7 @@ mod courier;
 mod failpoint;
 mod intake;
 mod janitor;
+mod listing;
 mod operate;
 
 use std::sync::Arc;
@@ -34,6 +35,7 @@ pub use self::courier::OrderCourier;
 pub use self::decide::{Idempotency, Status};
 pub use self::intake::{NewOrder, Placed, check_key};
 pub use self::ledger::{By, Entry, LedgerEvent};
+pub use self::listing::{Listed, Which};
 pub use self::operate::{ByHand, Reopened};
 pub use self::request::{FieldError, Invalid, Order};
 

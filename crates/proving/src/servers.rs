@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 pub use folder::Folder;
-pub use install::install;
+pub use install::{install, program};
 
 pub type Postgres = Server<postgres::Engine>;
 pub type MariaDb = Server<mariadb::Engine>;

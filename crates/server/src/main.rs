@@ -18,6 +18,7 @@ mod mcp;
 mod metrics;
 mod output;
 mod parts;
+mod roll;
 mod schema;
 mod secret;
 mod stand_in;

@@ -57,7 +57,7 @@ pub fn install(packages: &[&str]) -> io::Result<()> {
 
 /// Looks for a program in the folders given, then where programs usually are. An ordinary user's `PATH` has no `sbin`
 /// on Debian, yet servers live there.
-pub(super) fn program(name: &str, first: &[PathBuf]) -> Option<PathBuf> {
+pub fn program(name: &str, first: &[PathBuf]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/usr/local/sbin".into()]);
     first.iter().cloned().chain(usual).map(|folder| folder.join(name)).find(|file| Path::is_file(file))

@@ -151,7 +151,7 @@ impl Api {
             Parts { webhooks, orders, memories: None },
             false,
             GateRules::default(),
-            false,
+            (false, false),
             Arc::new(Meters::new()),
         );
         let router = http::router(&app);

@@ -21,6 +21,7 @@ use crate::http::{self, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
+use crate::roll::Roll;
 use crate::tokens::Tokens;
 use crate::traces::Traces;
 
@@ -44,7 +45,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         parts.clone(),
         config.orders.strict,
         config.gate.clone(),
-        tokens_required,
+        (tokens_required, tls.is_some()),
         meters.clone(),
     );
     app.warn_of_gate();
@@ -53,18 +54,21 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let workers = if config.enabled && !args.no_workers {
         let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
         let worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;
-        let mut observers: Vec<Arc<dyn Observer>> = vec![meters];
+        let names: Vec<&str> = lanes.iter().map(|(name, _)| *name).collect();
+        let (roll, calling) = Roll::start(&outbox, worker.owner(), &names, stopped.clone());
+        let mut observers: Vec<Arc<dyn Observer>> = vec![meters, roll];
         observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
         let worker = worker.observer(Arc::new(observers));
         let orchestrator = orchestrate(&parts.webhooks, stopped.clone());
         let idle = [Some(reap(&parts.orders)), consume(config, &outbox, &parts)];
-        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), orchestrator, idle))
+        Some((tokio::spawn(worker.run(stopping(stopped.clone()))), [orchestrator, calling], idle))
     } else {
         tracing::warn!("no workers here: messages are taken in and delivered by other processes");
         None
     };
     // The breaker of this process needs looking after, whoever delivers.
     let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
+    let sampling = app.live.start(stopped.clone());
     let watch = alerts::watch(config, &outbox);
     let signal = stop_signal()?;
     tokio::spawn(async move {
@@ -74,11 +78,14 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let scheme = if tls.is_some() { "https" } else { "http" };
     print(&format!("listening on {scheme}://{address}"))?;
     http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
-    if let Some((workers, orchestrator, idle)) = workers {
+    if let Some((workers, tasks, idle)) = workers {
         idle.into_iter().flatten().for_each(|task| task.abort());
-        let _ = orchestrator.await;
+        for task in tasks {
+            let _ = task.await;
+        }
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
     }
+    let _ = sampling.await;
     if let Some(tending) = tending {
         let _ = tending.await;
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postrider::Outbox;
+use postrider::observe::Observer;
 use postrider::worker::Report;
 use postrider::worker::core::Tally;
 use postrider_memories::Memories;
@@ -19,6 +20,7 @@ use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
 use crate::parts::Parts;
+use crate::roll::Roll;
 use crate::table::Table;
 use crate::traces::Traces;
 
@@ -47,15 +49,19 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let mut worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;
     let orchestrates = lanes.iter().any(|(name, _)| *name == LANE);
     let reaps = lanes.iter().any(|(name, _)| *name == postrider_orders::LANE);
-    if let Some(traces) = &traces {
-        worker = worker.observer(traces.clone());
-    }
     if let Some(name) = &args.worker_id {
         worker = worker.name(name);
     }
     if args.once {
         worker = worker.once();
     }
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let served: Vec<&str> = lanes.iter().map(|(name, _)| *name).collect();
+    let calls = config.enabled && !args.once;
+    let (roll, calling) = calls.then(|| Roll::start(&outbox, worker.owner(), &served, stopped.clone())).unzip();
+    let mut observers: Vec<Arc<dyn Observer>> = roll.map(|roll| roll as Arc<dyn Observer>).into_iter().collect();
+    observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
+    worker = worker.observer(Arc::new(observers));
     let shutdown = stop_signal()?;
     announce(config, &args, &lanes);
     let report: Report = if config.enabled {
@@ -63,7 +69,6 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         if args.once && orchestrates {
             while webhooks.pass().await? > 0 {}
         }
-        let (stop, stopped) = tokio::sync::watch::channel(false);
         let orchestrator = (orchestrates && !args.once).then(|| orchestrate(webhooks, stopped.clone()));
         let tends = lanes.iter().any(|(name, _)| *name == postrider_memories::LANE) && !args.once;
         let tending = parts.memories.as_ref().filter(|_| tends).map(|memories| tend(memories, false, stopped));
@@ -71,7 +76,7 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         let consumer = if tends { consume(config, &outbox, &parts) } else { None };
         let report = worker.run(shutdown).await;
         let _ = stop.send(true);
-        for task in [orchestrator, tending].into_iter().flatten() {
+        for task in [orchestrator, tending, calling].into_iter().flatten() {
             let _ = task.await;
         }
         for task in [reaper, consumer].into_iter().flatten() {

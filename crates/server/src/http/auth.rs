@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use super::App;
 use super::error::Refusal;
+use super::session;
 use crate::tokens::{Scope, Token};
 
 /// Who asks. Without a token: everybody on this machine, with all rights.
@@ -38,6 +39,10 @@ impl Caller {
         }
     }
 
+    pub fn token(&self) -> Option<&Token> {
+        self.0.as_deref()
+    }
+
     /// The one lane it is for.
     pub fn lane(&self) -> Option<&str> {
         self.0.as_ref().and_then(|token| token.lane.as_deref())
@@ -54,14 +59,15 @@ fn unauthorized(message: &str) -> Refusal {
 
 /// Lets a request through to routes that need `scope`, with its [`Caller`].
 pub async fn require(app: Arc<App>, scope: Scope, request: Request, next: Next) -> Response {
-    let asked = caller(&app, request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller));
+    let asked =
+        caller(&app, request.method(), request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller));
     admit(asked, request, next).await
 }
 
 /// For routes that ask for scopes themselves. Pages of other sites are refused whatever they show.
 pub async fn any(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let asked = match own_origin(request.headers()) {
-        Ok(()) => caller(&app, request.headers()).await,
+        Ok(()) => caller(&app, request.method(), request.headers()).await,
         Err(refusal) => Err(refusal),
     };
     admit(asked, request, next).await
@@ -86,14 +92,25 @@ async fn hear_out(request: Request) {
     let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }
 
-async fn caller(app: &App, headers: &HeaderMap) -> Result<Caller, Refusal> {
+async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<Caller, Refusal> {
     let Some(shown) = headers.get(header::AUTHORIZATION) else {
+        if let Some(token) = session::shown(headers) {
+            // A browser shows its cookie whoever made it ask: what changes something must come from our own page.
+            own_origin(headers)?;
+            if !method.is_safe() && headers.get(header::ORIGIN).is_none() {
+                return Err(forbidden("a change with a cookie must say where it comes from (Origin)".to_owned()));
+            }
+            return known(app, token).await;
+        }
         if app.tokens_required {
             return Err(unauthorized("a token is needed: `Authorization: Bearer pr_…` (postrider token create)"));
         }
         return same_site(headers).map(|()| Caller(None));
     };
-    let token = shown.to_str().ok().and_then(|text| text.strip_prefix("Bearer ")).unwrap_or_default();
+    known(app, shown.to_str().ok().and_then(|text| text.strip_prefix("Bearer ")).unwrap_or_default()).await
+}
+
+async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
     match app.tokens.verify(token.trim()).await? {
         Some(token) => Ok(Caller(Some(Arc::new(token)))),
         None => Err(unauthorized("this token is not valid: wrong, expired or revoked")),
@@ -113,7 +130,7 @@ fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     own_origin(headers)
 }
 
-fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
+pub fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
     let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
     let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host);

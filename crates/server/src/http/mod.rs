@@ -2,14 +2,17 @@
 
 mod accept;
 mod auth;
+mod dashboard;
 mod error;
 mod health;
 mod intake;
+mod live;
 mod memory;
 mod orders;
 mod outbox;
 mod reference;
 mod request;
+mod session;
 mod webhooks;
 
 use std::sync::Arc;
@@ -40,6 +43,7 @@ use crate::tools::Tools;
 pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
+pub use live::Live;
 pub use orders::ledger_view;
 
 /// Every request is answered within this time, or told that it was not.
@@ -54,7 +58,10 @@ pub struct App {
     pub outbox: Outbox,
     pub tokens: Tokens,
     pub tokens_required: bool,
+    /// The server speaks TLS itself.
+    pub tls: bool,
     pub meters: metrics::Shared,
+    pub live: Arc<Live>,
     pub webhooks: Webhooks,
     pub orders: Orders,
     /// Where `[memory]` is.
@@ -76,7 +83,7 @@ impl App {
         parts: Parts,
         strict_orders: bool,
         gate_rules: GateRules,
-        tokens_required: bool,
+        (tokens_required, tls): (bool, bool),
         meters: metrics::Shared,
     ) -> Arc<Self> {
         let Parts { webhooks, orders, memories } = parts;
@@ -110,6 +117,7 @@ impl App {
         };
         Arc::new(App {
             tokens: Tokens::new(outbox.clone()),
+            live: Live::new(outbox.clone(), memories.clone()),
             outbox,
             webhooks,
             orders,
@@ -120,6 +128,7 @@ impl App {
             tools,
             strict_orders,
             tokens_required,
+            tls,
             meters,
             placing: Intake::start(placing, patience),
             messages: Intake::start(messages, patience),
@@ -156,7 +165,15 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     let orders = of_lane(
         postrider_orders::LANE,
         Scope::Read,
-        OpenApiRouter::new().routes(routes!(orders::show)).routes(routes!(orders::ledger)),
+        OpenApiRouter::new()
+            .routes(routes!(orders::show))
+            .routes(routes!(orders::list))
+            .routes(routes!(orders::ledger)),
+    );
+    let settle = of_lane(
+        postrider_orders::LANE,
+        Scope::Operate,
+        OpenApiRouter::new().routes(routes!(orders::requeue)).routes(routes!(orders::settle)),
     );
     let remembering = |scope: Scope, routes: OpenApiRouter<Arc<App>>| of_lane(postrider_memories::LANE, scope, routes);
     let remember = remembering(Scope::Enqueue, OpenApiRouter::new().routes(routes!(memory::store)));
@@ -181,6 +198,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         OpenApiRouter::new()
             .routes(routes!(outbox::list))
             .routes(routes!(outbox::show))
+            .routes(routes!(live::overview))
+            .routes(routes!(live::workers))
             .routes(routes!(health::metrics)),
     );
     let look = hooks(
@@ -219,7 +238,9 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
     let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
+    let who = OpenApiRouter::new().routes(routes!(session::session)).layer(from_fn_with_state(app.clone(), auth::any));
     let open = OpenApiRouter::new()
+        .routes(routes!(session::sign_in, session::sign_out))
         .routes(routes!(health::livez))
         .routes(routes!(health::readyz))
         .routes(routes!(health::health));
@@ -228,6 +249,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(publish)
         .merge(place)
         .merge(orders)
+        .merge(settle)
         .merge(remember)
         .merge(recall)
         .merge(reconcile)
@@ -236,6 +258,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(operate)
         .merge(manage)
         .merge(mcp)
+        .merge(who)
         .merge(open)
         .with_state(app.clone())
 }
@@ -256,7 +279,14 @@ pub fn router(app: &Arc<App>) -> Router {
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);
     let description = Arc::new(description);
+    // An endless answer: said in words, not in the description, whose readers wait for the end of answers.
+    let stream = Router::new()
+        .route("/v1/live", axum::routing::get(live::stream))
+        .layer(from_fn_with_state((app.clone(), Scope::Read), auth::guard))
+        .with_state(app.clone());
     router
+        .merge(stream)
+        .merge(dashboard::routes())
         .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
         .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
         .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })

@@ -5,19 +5,22 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::{BytesRejection, PathRejection};
-use axum::extract::{Path, State};
+use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
+use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header::CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
-use postrider_orders::{Entry, Invalid, LANE, LedgerEvent, NewOrder, Order, Placed, Status, check_key};
-use serde::Serialize;
+use postrider_orders::{
+    By, ByHand, Entry, Invalid, LANE, LedgerEvent, Listed, NewOrder, Order, Placed, Reopened, Status, Which, check_key,
+};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 
 use super::App;
+use super::auth::Caller;
 use super::error::Refusal;
-use super::request::{header, unquoted};
+use super::request::{cursor, header, listing, page_of, unquoted};
 
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 
@@ -348,5 +351,162 @@ pub fn ledger_view(entry: Entry, events: Vec<LedgerEvent>) -> LedgerView {
                 at: e.at.to_string(),
             })
             .collect(),
+    }
+}
+
+/// An order in a list.
+#[derive(Serialize, ToSchema)]
+pub struct OrderRow {
+    idempotency_key: Option<String>,
+    outbox_id: i64,
+    /// `in_progress`, `succeeded`, `failed`, `needs_person` or `conflict`.
+    status: &'static str,
+    instrument: Option<String>,
+    attempts: u32,
+    http_status: Option<u16>,
+    reason_code: Option<String>,
+    broker_ref: Option<String>,
+    /// How often it was asked for again.
+    replays: i64,
+    first_seen_at: String,
+    finished_at: Option<String>,
+}
+
+impl From<Listed> for OrderRow {
+    fn from(order: Listed) -> Self {
+        let (status, first_seen_at) = (order.status(), order.seen_at().to_string());
+        let Listed { message, entry } = order;
+        OrderRow {
+            idempotency_key: message.active_key,
+            outbox_id: message.id,
+            status,
+            instrument: message.target,
+            attempts: message.attempts,
+            http_status: entry.as_ref().and_then(|e| e.http_status),
+            reason_code: entry.as_ref().and_then(|e| e.reason_code.clone()).or(message.last_error_code),
+            broker_ref: entry.as_ref().and_then(|e| e.broker_ref.clone()),
+            replays: entry.as_ref().map_or(0, |e| e.replays),
+            first_seen_at,
+            finished_at: entry.and_then(|e| e.finished_at).or(message.finished_at).map(|at| at.to_string()),
+        }
+    }
+}
+
+listing!(OrderList, OrderRow);
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct OrderQuery {
+    /// `all`, `failed`, `needs_person` or `conflicts`.
+    #[param(pattern = "^(all|failed|needs_person|conflicts)$", default = "all")]
+    show: Option<String>,
+    #[param(minimum = 1, maximum = 1000, default = 50)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    #[param(pattern = "^[0-9]{1,18}$")]
+    cursor: Option<String>,
+}
+
+/// List orders, the newest first
+#[utoipa::path(
+    get, path = "/v1/orders", tag = "orders", params(OrderQuery),
+    responses((status = 200, description = "A page of them", body = OrderList))
+)]
+pub async fn list(
+    State(app): State<Arc<App>>,
+    query: Result<Query<OrderQuery>, QueryRejection>,
+) -> Result<Json<OrderList>, Refusal> {
+    let query = query?.0;
+    let which = match query.show.as_deref().unwrap_or("all") {
+        "all" => Which::All,
+        "failed" => Which::Failed,
+        "needs_person" => Which::NeedsPerson,
+        "conflicts" => Which::Conflicts,
+        other => {
+            let what = format!("`{other}` is nothing to show; there are all, failed, needs_person and conflicts");
+            return Err(Refusal::invalid(what));
+        }
+    };
+    let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
+    let orders = app.orders.list(which, before, limit).await?;
+    let next_cursor = cursor(orders.last().filter(|_| orders.len() == limit as usize).map(|last| last.message.id));
+    Ok(Json(OrderList { items: orders.into_iter().map(OrderRow::from).collect(), next_cursor }))
+}
+
+fn by(caller: &Caller, reason: &str) -> By {
+    let name = caller.token().map_or("local", |token| token.name.as_str());
+    By { actor: format!("api:{name}"), reason: Some(reason.to_owned()) }
+}
+
+fn refused(key: &str, why: String) -> Wrong {
+    OrderError::new(StatusCode::CONFLICT, "ORDER_NOT_CHANGED", why).of(key).into()
+}
+
+/// Bring a failed order back: entry and message together
+#[utoipa::path(
+    post, path = "/v1/ledger/{key}/requeue", tag = "orders", params(("key" = String, Path)),
+    responses(
+        (status = 200, description = "It is due now", body = LedgerView),
+        (status = 404, description = "`ORDER_NOT_FOUND`", body = OrderError),
+        (status = 409, description = "`ORDER_NOT_CHANGED`: it has not failed", body = OrderError),
+    )
+)]
+pub async fn requeue(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Key,
+) -> Result<Json<LedgerView>, Wrong> {
+    let key = path?.0;
+    match app.orders.requeue(&key, by(&caller, "requeue")).await? {
+        Reopened::Reopened { .. } => ledger(State(app), Ok(Path(key))).await,
+        Reopened::NotFound => Err(unknown(&key).into()),
+        Reopened::Refused(why) => Err(refused(&key, why)),
+    }
+}
+
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SettleBody {
+    /// `succeeded` or `failed`.
+    #[schema(pattern = "^(succeeded|failed)$")]
+    r#as: String,
+    /// The broker's reference, if it was executed.
+    broker_ref: Option<String>,
+    /// Why; it goes into the ledger's events.
+    reason: Option<String>,
+}
+
+/// Say what became of an order that waits for a person
+#[utoipa::path(
+    post, path = "/v1/ledger/{key}/settle", tag = "orders", params(("key" = String, Path)), request_body = SettleBody,
+    responses(
+        (status = 200, description = "It has ended so", body = LedgerView),
+        (status = 404, description = "`ORDER_NOT_FOUND`", body = OrderError),
+        (status = 409, description = "`ORDER_NOT_CHANGED`: it has ended, or a worker holds it", body = OrderError),
+    )
+)]
+pub async fn settle(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Key,
+    body: super::request::Body<SettleBody>,
+) -> Result<Json<LedgerView>, Wrong> {
+    let (key, body) = (path?.0, body?.0);
+    let executed = match body.r#as.as_str() {
+        "succeeded" => true,
+        "failed" => false,
+        other => return Err(Refusal::invalid(format!("`as` is `succeeded` or `failed`, not `{other}`")).into()),
+    };
+    let odd = |text: &String| text.len() > 255 || text.chars().any(char::is_control);
+    if [&body.broker_ref, &body.reason].into_iter().flatten().any(odd) {
+        let what = "broker_ref and reason have at most 255 bytes and no control characters";
+        return Err(Refusal::invalid(what).into());
+    }
+    let by = by(&caller, body.reason.as_deref().unwrap_or("settled by hand"));
+    match app.orders.settle(&key, executed, body.broker_ref, by).await? {
+        ByHand::Done(_) => ledger(State(app), Ok(Path(key))).await,
+        ByHand::NotFound => Err(unknown(&key).into()),
+        ByHand::Refused(why) => Err(refused(&key, why)),
     }
 }

@@ -1,0 +1,123 @@
+//! Orders as a list, the newest first: messages of the lane with what the ledger says of them. Every question is bounded
+//! by an index of the outbox; the ledger itself has none but its key.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use postrider::store::{Filter, Mode, Shown, Status as MessageStatus};
+use postrider::tx::Value;
+use postrider::{Result, Timestamp};
+
+use crate::decide::code;
+use crate::ledger::{self, Entry};
+use crate::{LANE, Orders, PARKED_FOR};
+
+/// Which orders are listed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    All,
+    /// Ended without being executed.
+    Failed,
+    /// Parked until a person says what became of them at the broker.
+    NeedsPerson,
+    /// Their key belongs to another order.
+    Conflicts,
+}
+
+/// An order: its message, and its entry unless the key belongs to another order.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    pub message: Shown,
+    pub entry: Option<Entry>,
+}
+
+/// Dead orders searched for conflicts.
+const SEARCHED: u32 = 1000;
+
+impl Orders {
+    /// Those with ids below `before`, at most `limit`.
+    pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<Vec<Listed>> {
+        let lane = Filter { lane: Some(LANE.to_owned()), before, limit, ..Filter::default() };
+        let outbox = &self.0.outbox;
+        let conflict = |message: &Shown| message.last_error_code.as_deref() == Some(code::CONFLICT);
+        let messages = match which {
+            Which::All => outbox.list(lane).await?,
+            Which::Failed => outbox.list(Filter { status: Some(MessageStatus::Dead), ..lane }).await?,
+            Which::Conflicts => {
+                let dead = Filter { status: Some(MessageStatus::Dead), limit: SEARCHED, ..lane };
+                let mut dead: Vec<Shown> = outbox.list(dead).await?.into_iter().filter(conflict).collect();
+                dead.truncate(limit as usize);
+                dead
+            }
+            Which::NeedsPerson => {
+                let mut parked = Vec::new();
+                for id in self.parked(before, limit).await? {
+                    parked.extend(outbox.show(id).await?.map(|(message, _)| message));
+                }
+                parked
+            }
+        };
+        let keys: Vec<String> = messages.iter().filter(|m| !conflict(m)).filter_map(|m| m.active_key.clone()).collect();
+        let mut entries = self.entries(keys).await?;
+        let listed = messages.into_iter().map(|message| {
+            let own = message.active_key.as_ref().filter(|_| !conflict(&message));
+            let entry = own.and_then(|key| entries.remove(key));
+            Listed { message, entry }
+        });
+        Ok(listed.collect())
+    }
+
+    async fn entries(&self, keys: Vec<String>) -> Result<HashMap<String, Entry>> {
+        let keys = Arc::new(keys);
+        let found = self.transact(Mode::Read, move |tx| {
+            let keys = keys.clone();
+            Box::pin(async move {
+                let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+                if keys.is_empty() { Ok(vec![]) } else { ledger::find(tx, &keys, false).await }
+            })
+        });
+        Ok(found.await?.into_iter().map(|entry| (entry.idempotency_key.clone(), entry)).collect())
+    }
+
+    /// Nothing else is due that far ahead.
+    async fn parked(&self, before: Option<i64>, limit: u32) -> Result<Vec<i64>> {
+        let shards = self.0.outbox.lanes().get(LANE)?.shards;
+        let found = self.transact(Mode::Read, move |tx| {
+            Box::pin(async move {
+                let mut ids = Vec::new();
+                for shard in 0..shards {
+                    let mut params: Vec<Value> = vec![LANE.into(), shard.into()];
+                    let far = tx.now().plus((PARKED_FOR / 2).as_micros() as i64, &mut params);
+                    params.extend([code::NEEDS_RECONCILE.into(), before.unwrap_or(i64::MAX).into()]);
+                    let sql = format!(
+                        "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far} AND last_error_code = ? AND id < ?
+                         ORDER BY id DESC LIMIT {limit}"
+                    );
+                    for row in tx.query(&sql, &params).await? {
+                        ids.push(row.int(0)?);
+                    }
+                }
+                ids.sort_unstable_by(|a, b| b.cmp(a));
+                ids.truncate(limit as usize);
+                Ok(ids)
+            })
+        });
+        found.await
+    }
+}
+
+impl Listed {
+    /// Where it stands, in one word.
+    pub fn status(&self) -> &'static str {
+        match (&self.entry, self.message.last_error_code.as_deref()) {
+            (Some(entry), Some(code::NEEDS_RECONCILE)) if entry.finished_at.is_none() => "needs_person",
+            (Some(entry), _) => entry.status.as_str(),
+            (None, Some(code::CONFLICT)) => "conflict",
+            (None, _) => "unknown",
+        }
+    }
+
+    pub fn seen_at(&self) -> Timestamp {
+        self.entry.as_ref().map_or(self.message.created_at, |entry| entry.first_seen_at)
+    }
+}
