@@ -29,6 +29,24 @@ pub fn chromium() -> PathBuf {
     })
 }
 
+/// The script of axe-core, which finds what people with a screen reader or a keyboard stumble over; from npm, once.
+pub fn axe() -> String {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock();
+    let tools = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/tools/axe");
+    let script = tools.join("node_modules/axe-core/axe.min.js");
+    if !script.is_file() {
+        if program("npm", &[]).is_none() {
+            install(&["nodejs", "npm"]).expect("axe-core comes from npm");
+        }
+        std::fs::create_dir_all(&tools).unwrap();
+        let mut npm = Command::new("npm");
+        npm.args(["install", "--silent", "--no-audit", "--no-fund", "--prefix"]).arg(&tools).arg("axe-core@4.14.0");
+        assert!(npm.status().unwrap().success(), "npm cannot install axe-core");
+    }
+    std::fs::read_to_string(script).unwrap()
+}
+
 /// One browser with one page.
 pub struct Browser {
     process: Child,
@@ -212,6 +230,20 @@ impl Browser {
             }
         }
         said
+    }
+
+    /// What axe finds on the page as it is now, of the worse kinds: the rule, and where.
+    pub fn faults(&mut self, axe: &str) -> Vec<String> {
+        // From outside the page's own policy, as the protocol's evaluation is.
+        self.eval(&format!("{axe}; true"));
+        let found = self.eval("axe.run(document).then(found => found.violations)");
+        let worse = |fault: &&Value| ["serious", "critical"].iter().any(|impact| fault["impact"] == *impact);
+        let told = |fault: &Value| {
+            let places: Vec<String> =
+                fault["nodes"].as_array().into_iter().flatten().map(|n| n["html"].to_string()).collect();
+            format!("{}: {}", fault["id"], places.join(" | "))
+        };
+        found.as_array().into_iter().flatten().filter(worse).map(told).collect()
     }
 
     /// Every address the page asked for.

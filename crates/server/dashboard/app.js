@@ -107,6 +107,7 @@ function sign_in(reason) {
 
 async function begin() {
   await whoAmI();
+  if (!session.signed_in) return sign_in();
   if (!may("read")) return sign_in("This token may not read. Use one with the scope read.");
   await watch();
   signed_in = true;
@@ -132,6 +133,5 @@ addEventListener("unhandledrejection", (event) => toast(String(event.reason?.mes
 try {
   await begin();
 } catch (error) {
-  if (error.status === 401) sign_in();
-  else main.replaceChildren(h("p", { class: "note bad", role: "alert" }, error.message));
+  main.replaceChildren(h("p", { class: "note bad", role: "alert" }, error.message));
 }

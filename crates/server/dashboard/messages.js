@@ -46,7 +46,7 @@ export function messages(main, { lane, status, q, cursor }, every) {
     fill(list, table("Messages", [
       ["Id", "", (m) => h("a", { href: `#/messages/${m.id}`, id: `m-${m.id}` }, String(m.id))],
       ["Lane", "", (m) => m.lane], ["Status", "", (m) => badge(m.status)],
-      ["Target", "", (m) => h("span", { class: "mono" }, m.target ?? "–")], ["Attempts", "n", (m) => number(m.attempts)],
+      ["Target", "", (m) => h("span", { class: "mono" }, m.target ?? "–")], ["Failed", "n", (m) => number(m.attempts)],
       ["Last error", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Enqueued", "nowrap", (m) => moment(m.created_at)],
       ["Next or ended", "nowrap", (m) => moment(m.finished_at ?? (m.status === "leased" ? m.lease_until : m.due_at))],
     ], page.items, q ? "No message has this id, key or target (targets are searched among the newest 50,000)." : "No messages."), pager(page, make));
@@ -91,7 +91,7 @@ export function message(main, { id }, every) {
     }) : null;
     fill(body,
       h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "State"), badge(m.status), back), facts([
-        ["Lane", h("a", { href: `#/lane/${encodeURIComponent(m.lane)}` }, m.lane)], ["Target", m.target], ["Attempts", `${m.attempts}${m.crashes ? `, and ${m.crashes} taken over` : ""}`],
+        ["Lane", h("a", { href: `#/lane/${encodeURIComponent(m.lane)}` }, m.lane)], ["Target", m.target], ["Failed attempts", `${m.attempts}${m.crashes ? `, and ${m.crashes} taken over` : ""}`],
         ["Due", m.finished_at ? null : moment(m.due_at)], ["Held by", m.status === "leased" ? h("code", {}, m.locked_by) : null], ["Lease until", m.status === "leased" ? moment(m.lease_until) : null],
         ["Active key", m.active_key && h("code", {}, m.active_key)], ["Last error", m.last_error_code && h("span", {}, h("code", {}, m.last_error_code), ` ${m.last_error ?? ""}`)],
         ["Payload", `${number(m.payload_bytes)} bytes, ${m.content_type ?? "no type"}`], ["SHA-256", m.payload_sha && h("code", {}, m.payload_sha)], ["Correlation id", m.correlation_id && h("code", {}, m.correlation_id)],

@@ -47,7 +47,7 @@ export function overview(main, { lane }) {
     const counted = sample.at_ms - sample.counted_at_ms > 5000 ? `counted ${span((sample.at_ms - sample.counted_at_ms) / 1000)} ago` : "";
     fill(numbers, tiles([
       ["Sent a second", rate(now.sent)], ["Waiting", number(now.pending), counted], ["Being delivered", number(now.leased)],
-      ["Oldest due", span(now.oldest), "", now.oldest > 60 ? "bad" : ""], ["Attempts that succeed", success, success === "–" ? "" : "%"],
+      ["Oldest due", span(now.oldest), "", now.oldest > 60 ? "bad" : ""], ["Success", success, success === "–" ? "" : "%"],
       ["Dead a second", rate(now.dead), "", now.dead > 0 ? "bad" : ""], ["Workers", number(sample.workers), "", sample.workers ? "" : "bad"],
     ]));
     fill(notes,

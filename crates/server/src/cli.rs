@@ -88,6 +88,10 @@ pub enum Command {
     /// Check the configuration, or print it as it is understood
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Watch how things go, in the terminal (q leaves)
+    ///
+    /// Into a pipe, or with --json, it tells once how things are.
+    Top,
     /// See deliveries, retries, a dead message and its requeue, on an embedded database
     Demo(Demo),
     /// Measure how fast this is here, as a ratio to bare SQL on the same database
@@ -102,6 +106,10 @@ pub enum Command {
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
+    /// Write manual pages into a folder
+    ///
+    /// For example: postrider manual ~/.local/share/man/man1
+    Manual { folder: PathBuf },
 }
 
 /// Create or upgrade the tables in the database.

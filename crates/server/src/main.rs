@@ -12,6 +12,7 @@ mod demo;
 mod failure;
 mod gate;
 mod http;
+mod live;
 mod logs;
 mod loopback;
 mod mcp;

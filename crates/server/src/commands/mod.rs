@@ -12,6 +12,7 @@ mod outbox;
 mod scm;
 mod serve;
 mod token;
+mod top;
 mod verify;
 mod webhooks;
 mod worker;
@@ -52,7 +53,7 @@ fn start(cli: Cli) -> Result<Ending> {
         _ => "warn",
     };
     let config = match cli.command {
-        Command::Demo(_) | Command::StandIn(_) | Command::Completions { .. } => None,
+        Command::Demo(_) | Command::StandIn(_) | Command::Completions { .. } | Command::Manual { .. } => None,
         _ => Some(Config::load(cli.config.as_deref(), cli.database.clone())?),
     };
     let format = cli.log.or(config.as_ref().and_then(|config| config.log)).unwrap_or_default();
@@ -93,11 +94,18 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
             }
             Ok(Ending::Done)
         }
+        Command::Top => top::run(&config()?, output).await,
         Command::Demo(args) => demo::run(args, output).await,
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "postrider", &mut script);
             print_bytes(&script).map(|()| Ending::Done)
+        }
+        Command::Manual { folder } => {
+            let written = std::fs::create_dir_all(&folder)
+                .and_then(|()| clap_mangen::generate_to(Cli::command().disable_help_subcommand(true), &folder));
+            written.map_err(|e| Failure::failed(format!("cannot write to {}: {e}", folder.display())))?;
+            Ok(Ending::Done)
         }
     }
 }

@@ -92,7 +92,7 @@ async fn hear_out(request: Request) {
     let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }
 
-async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<Caller, Refusal> {
+pub async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<Caller, Refusal> {
     let Some(shown) = headers.get(header::AUTHORIZATION) else {
         if let Some(token) = session::shown(headers) {
             // A browser shows its cookie whoever made it ask: what changes something must come from our own page.

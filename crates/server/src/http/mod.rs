@@ -35,6 +35,7 @@ use utoipa_axum::routes;
 use self::intake::{Intake, Ways};
 use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
 use crate::gate::{Gate, GateRules};
+use crate::live::Live;
 use crate::metrics;
 use crate::parts::Parts;
 use crate::tokens::{Scope, Tokens};
@@ -43,7 +44,6 @@ use crate::tools::Tools;
 pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
-pub use live::Live;
 pub use orders::ledger_view;
 
 /// Every request is answered within this time, or told that it was not.
@@ -238,9 +238,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
     let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
-    let who = OpenApiRouter::new().routes(routes!(session::session)).layer(from_fn_with_state(app.clone(), auth::any));
     let open = OpenApiRouter::new()
-        .routes(routes!(session::sign_in, session::sign_out))
+        .routes(routes!(session::session, session::sign_in, session::sign_out))
         .routes(routes!(health::livez))
         .routes(routes!(health::readyz))
         .routes(routes!(health::health));
@@ -258,7 +257,6 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(operate)
         .merge(manage)
         .merge(mcp)
-        .merge(who)
         .merge(open)
         .with_state(app.clone())
 }

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Extension, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::App;
-use super::auth::Caller;
+use super::auth;
 use super::error::Refusal;
 use super::request::Body;
 use crate::tokens::{Scope, Token};
@@ -44,8 +44,10 @@ pub struct SignIn {
 }
 
 /// Who is signed in.
-#[derive(Serialize, ToSchema)]
+#[derive(Default, Serialize, ToSchema)]
 pub struct Session {
+    /// Requests are let in: with a token, or where none is needed.
+    signed_in: bool,
     /// The token's name; null where none is needed.
     name: Option<String>,
     /// What it allows.
@@ -60,6 +62,7 @@ impl Session {
     fn of(token: Option<&Token>, tokens_required: bool) -> Session {
         let allowed = |scope: &Scope| token.is_none_or(|token| token.allows(*scope));
         Session {
+            signed_in: true,
             name: token.map(|token| token.name.clone()),
             scopes: Scope::ALL.iter().filter(|scope| allowed(scope)).map(|scope| scope.as_str()).collect(),
             lane: token.and_then(|token| token.lane.clone()),
@@ -76,7 +79,7 @@ impl Session {
     responses((status = 200, description = "Signed in", body = Session))
 )]
 pub async fn sign_in(State(app): State<Arc<App>>, headers: HeaderMap, body: Body<SignIn>) -> Result<Response, Refusal> {
-    super::auth::own_origin(&headers)?;
+    auth::own_origin(&headers)?;
     let given = body?.0.token;
     let token = app.tokens.verify(given.trim()).await?.ok_or_else(|| {
         let what = "this token is not valid: wrong, expired or revoked";
@@ -88,9 +91,18 @@ pub async fn sign_in(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
 }
 
 /// Who is signed in
-#[utoipa::path(get, path = "/v1/session", tag = "server", responses((status = 200, description = "You", body = Session)))]
-pub async fn session(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Json<Session> {
-    Json(Session::of(caller.token(), app.tokens_required))
+#[utoipa::path(
+    get, path = "/v1/session", tag = "server", security(()),
+    responses((status = 200, description = "You, or nobody", body = Session))
+)]
+pub async fn session(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Json<Session>, Refusal> {
+    match auth::caller(&app, &Method::GET, &headers).await {
+        Ok(caller) => Ok(Json(Session::of(caller.token(), app.tokens_required))),
+        Err(refusal) if refusal.status == StatusCode::UNAUTHORIZED => {
+            Ok(Json(Session { tokens_required: app.tokens_required, ..Session::default() }))
+        }
+        Err(refusal) => Err(refusal),
+    }
 }
 
 /// Sign out
@@ -99,7 +111,7 @@ pub async fn session(State(app): State<Arc<App>>, Extension(caller): Extension<C
     responses((status = 204, description = "The cookie is gone"))
 )]
 pub async fn sign_out(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Response, Refusal> {
-    super::auth::own_origin(&headers)?;
+    auth::own_origin(&headers)?;
     let mut response = StatusCode::NO_CONTENT.into_response();
     response.headers_mut().insert(header::SET_COOKIE, cookie(&headers, app.tls, "", "; Max-Age=0"));
     Ok(response)

@@ -6,6 +6,7 @@
 mod api;
 mod bad_input;
 mod configuration;
+mod dashboard;
 mod demo;
 mod fleet;
 mod gate;

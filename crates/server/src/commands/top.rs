@@ -1,0 +1,207 @@
+//! `postrider top`: the dashboard's overview in a terminal. It asks the database itself, so it needs no server.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use ratatui::Frame;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style, Stylize};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Cell, Paragraph, Row, Sparkline, Table};
+use tokio::sync::watch;
+
+use crate::config::Config;
+use crate::database;
+use crate::failure::{Ending, Failure, Result};
+use crate::live::{LaneSample, Live, Sample, Watching};
+use crate::output::Output;
+use crate::table::Table as Plain;
+
+/// How long a key is waited for before the screen is drawn again.
+const KEYS: Duration = Duration::from_millis(200);
+
+pub async fn run(config: &Config, output: Output) -> Result<Ending> {
+    let outbox = database::open_ready(config).await?;
+    let live = Live::new(outbox, None);
+    let (stop, stopped) = watch::channel(false);
+    let _watching = Watching::new(live.clone());
+    let mut newest = live.subscribe();
+    let sampling = live.start(stopped);
+    let unanswered = || Failure::failed("no sample of how things go");
+    newest.changed().await.map_err(|_| unanswered())?;
+    if output.json || !std::io::stdout().is_terminal() {
+        let sample = newest.borrow().clone();
+        if sample.stale {
+            return Err(unanswered());
+        }
+        output.show(&serde_json::json!(*sample), || plain(&sample))?;
+        return Ok(Ending::Done);
+    }
+    let title = format!("postrider top, {}", database::shown(config));
+    let screen = tokio::task::spawn_blocking(move || {
+        let mut terminal = ratatui::try_init()?;
+        let watched = loop {
+            let past = live.past();
+            let samples: Vec<&Sample> = past.iter().map(|sample| &**sample).collect();
+            if let Err(error) = terminal.draw(|frame| draw(frame, &title, &samples)) {
+                break Err(error);
+            }
+            match event::poll(KEYS).and_then(|ready| if ready { event::read().map(Some) } else { Ok(None) }) {
+                Ok(Some(Event::Key(key)))
+                    if matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)
+                        || (key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL)) =>
+                {
+                    break Ok(());
+                }
+                Ok(_) => {}
+                Err(error) => break Err(error),
+            }
+        };
+        ratatui::restore();
+        watched
+    });
+    let watched = screen.await.map_err(|e| Failure::failed(format!("the screen: {e}")))?;
+    let _ = stop.send(true);
+    let _ = sampling.await;
+    watched.map_err(|e| Failure::failed(format!("the terminal: {e}")))?;
+    Ok(Ending::Done)
+}
+
+const TITLES: [&str; 8] = ["lane", "state", "waiting", "delivering", "oldest due", "sent/s", "retried/s", "dead/s"];
+
+fn cells(name: &str, lane: &LaneSample) -> [String; 8] {
+    [
+        name.to_owned(),
+        if lane.paused { "paused" } else { "open" }.to_owned(),
+        lane.pending.to_string(),
+        lane.leased.to_string(),
+        format!("{:.1} s", lane.oldest_due_seconds),
+        format!("{:.1}", lane.sent_per_second),
+        format!("{:.1}", lane.retries_per_second),
+        format!("{:.1}", lane.dead_per_second),
+    ]
+}
+
+/// The same for a pipe.
+fn plain(sample: &Sample) -> String {
+    let mut table = Plain::new(TITLES);
+    for (name, lane) in &sample.lanes {
+        table.row(cells(name, lane));
+    }
+    format!("{}\nworkers: {}\n", table.render().trim_end(), sample.workers)
+}
+
+/// Of all lanes together.
+fn total(sample: &Sample, of: impl Fn(&LaneSample) -> f64) -> f64 {
+    sample.lanes.values().map(of).sum()
+}
+
+fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample]) {
+    let Some(now) = samples.last() else { return };
+    let lanes = now.lanes.len() as u16 + 3;
+    let areas = [
+        Constraint::Length(1),
+        Constraint::Length(3),
+        Constraint::Length(8),
+        Constraint::Min(lanes),
+        Constraint::Length(1),
+    ];
+    let [head, numbers, charts, table, foot] = Layout::vertical(areas).areas(frame.area());
+    frame.render_widget(Line::from(title.to_owned()).bold(), head);
+    frame.render_widget(summary(now), numbers);
+    let [sent, waiting, dead] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(charts);
+    chart(frame, sent, "sent/s", Color::Green, samples, |lane| lane.sent_per_second);
+    chart(frame, waiting, "waiting", Color::Blue, samples, |lane| lane.pending as f64);
+    chart(frame, dead, "retried and dead/s", Color::Red, samples, |lane| {
+        lane.retries_per_second + lane.dead_per_second
+    });
+    let rows = now.lanes.iter().map(|(name, lane)| {
+        let style = match lane {
+            lane if lane.paused => Style::new().yellow(),
+            lane if lane.dead_per_second > 0.0 => Style::new().red(),
+            _ => Style::new(),
+        };
+        Row::new(cells(name, lane).map(Cell::from)).style(style)
+    });
+    let widths = [Constraint::Fill(2)].into_iter().chain([Constraint::Fill(1); 7]);
+    let lanes = Table::new(rows, widths)
+        .header(Row::new(TITLES).style(Modifier::BOLD))
+        .block(Block::bordered().title(" lanes "));
+    frame.render_widget(lanes, table);
+    frame.render_widget(Line::from("q: leave").dim(), foot);
+}
+
+fn summary(now: &Sample) -> Paragraph<'_> {
+    let number =
+        |name: &'static str, value: String| [Span::from(name).dim(), Span::from(value).bold(), Span::from("   ")];
+    let oldest = now.lanes.values().map(|lane| lane.oldest_due_seconds).fold(0.0, f64::max);
+    let numbers = [
+        number("sent/s ", format!("{:.0}", total(now, |lane| lane.sent_per_second))),
+        number("waiting ", format!("{:.0}", total(now, |lane| lane.pending as f64))),
+        number("delivering ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
+        number("oldest due ", format!("{oldest:.1} s")),
+        number("workers ", now.workers.to_string()),
+    ];
+    let mut lines = vec![Line::from(""), Line::from(numbers.concat())];
+    if now.stale {
+        lines.push(Line::from("the database does not answer; this is from before").red());
+    } else if now.workers == 0 {
+        lines.push(Line::from("no worker has called lately; start one: postrider worker").yellow());
+    }
+    Paragraph::new(lines)
+}
+
+fn chart(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    name: &str,
+    color: Color,
+    samples: &[&Sample],
+    of: impl Fn(&LaneSample) -> f64,
+) {
+    let block = Block::bordered().title(format!(" {name} "));
+    let width = usize::from(area.width.saturating_sub(2));
+    let newest = samples.iter().rev().take(width).rev();
+    // Small numbers keep their shape.
+    let data: Vec<u64> = newest.map(|sample| (total(sample, &of) * 100.0) as u64).collect();
+    frame.render_widget(Sparkline::default().block(block).data(&data).style(color), area);
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    use super::*;
+
+    fn screen(samples: &[&Sample]) -> String {
+        let mut terminal = Terminal::new(TestBackend::new(100, 24)).unwrap();
+        terminal.draw(|frame| draw(frame, "postrider top, sqlite://x.db", samples)).unwrap();
+        terminal.backend().to_string()
+    }
+
+    #[test]
+    fn the_screen_tells_what_the_sample_says() {
+        let lane =
+            LaneSample { pending: 1234, leased: 5, sent_per_second: 17.25, paused: true, ..LaneSample::default() };
+        let sample = Sample { lanes: [("invoices".to_owned(), lane)].into(), workers: 2, ..Sample::default() };
+        let shown = screen(&[&sample, &sample]);
+        for word in ["sqlite://x.db", "invoices", "paused", "1234", "17.2", "workers 2", "q: leave"] {
+            assert!(shown.contains(word), "{word} is missing in\n{shown}");
+        }
+        assert!(!shown.contains("no worker"));
+        let alone = screen(&[&Sample { workers: 0, ..sample.clone() }]);
+        assert!(alone.contains("no worker has called lately"), "{alone}");
+        let stale = screen(&[&Sample { stale: true, ..sample }]);
+        assert!(stale.contains("the database does not answer"), "{stale}");
+    }
+
+    #[test]
+    fn a_tiny_terminal_is_no_reason_to_fall_over() {
+        let mut terminal = Terminal::new(TestBackend::new(12, 3)).unwrap();
+        let sample = Sample::default();
+        terminal.draw(|frame| draw(frame, "t", &[&sample])).unwrap();
+        terminal.draw(|frame| draw(frame, "t", &[])).unwrap();
+    }
+}

@@ -1,0 +1,210 @@
+//! How things go, for the dashboard and `postrider top`: a sample now and then, and the last quarter of an hour of them.
+//! What a sample costs decides how often one is taken, so that looking stays cheap.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use postrider::clock::Tick;
+use postrider::pulse::Pulse;
+use postrider::store::LaneStats;
+use postrider::{Outbox, Timestamp};
+use postrider_memories::Memories;
+use serde::Serialize;
+use tokio::sync::watch;
+use utoipa::ToSchema;
+
+use crate::roll;
+
+/// Between samples, while somebody looks and while nobody does.
+pub const WATCHED: Duration = Duration::from_secs(1);
+const UNWATCHED: Duration = Duration::from_secs(10);
+/// Of the database's time, looking takes at most one part in so many; counting a deep backlog, one part in more.
+const SHARE: u32 = 50;
+const COUNTING_SHARE: u32 = 200;
+/// So much of the past is kept.
+const KEPT: Duration = Duration::from_secs(15 * 60);
+
+/// How one lane goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, ToSchema)]
+pub struct LaneSample {
+    pub sent_per_second: f64,
+    pub retries_per_second: f64,
+    pub dead_per_second: f64,
+    /// Live and not under a lease, when it was last counted.
+    pub pending: u64,
+    pub leased: u64,
+    pub oldest_due_seconds: f64,
+    pub paused: bool,
+}
+
+/// How everything goes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, ToSchema)]
+pub struct Sample {
+    /// Milliseconds since 1970, by the database's clock.
+    pub at_ms: i64,
+    pub lanes: BTreeMap<String, LaneSample>,
+    /// When the live messages were last counted: a deep backlog is counted seldom.
+    pub counted_at_ms: i64,
+    pub workers: usize,
+    /// `ok` or `failed`; null without the memory gateway.
+    pub openmemory: Option<String>,
+    /// The database did not answer; the rest is what was known before.
+    pub stale: bool,
+}
+
+impl Sample {
+    /// What a token for one lane may see.
+    pub fn of(&self, lane: Option<&str>) -> Sample {
+        let mut own = self.clone();
+        own.lanes.retain(|name, _| lane.is_none_or(|lane| lane == name));
+        own
+    }
+}
+
+pub struct Live {
+    outbox: Outbox,
+    memories: Option<Memories>,
+    kept: Mutex<VecDeque<Arc<Sample>>>,
+    newest: watch::Sender<Arc<Sample>>,
+    watching: AtomicUsize,
+    wanted: tokio::sync::Notify,
+}
+
+impl Live {
+    pub fn new(outbox: Outbox, memories: Option<Memories>) -> Arc<Live> {
+        Arc::new(Live {
+            outbox,
+            memories,
+            kept: Mutex::default(),
+            newest: watch::channel(Arc::default()).0,
+            watching: AtomicUsize::new(0),
+            wanted: tokio::sync::Notify::new(),
+        })
+    }
+
+    /// Takes samples until it is stopped; then streams end.
+    pub fn start(self: &Arc<Self>, mut stopped: watch::Receiver<bool>) -> tokio::task::JoinHandle<()> {
+        let live = self.clone();
+        tokio::spawn(async move {
+            let mut counting = Counting::default();
+            let mut last = Tick::now();
+            loop {
+                let begun = Tick::now();
+                let window = begun.since(last).clamp(WATCHED, UNWATCHED);
+                last = begun;
+                live.put(match live.sample(&mut counting, window).await {
+                    Ok(sample) => sample,
+                    Err(error) => {
+                        tracing::debug!(%error, "no sample of how things go");
+                        Sample { stale: true, at_ms: wall_ms(), ..(**live.newest.borrow()).clone() }
+                    }
+                });
+                let pause = (Tick::now().since(begun) * SHARE).clamp(WATCHED, UNWATCHED);
+                let rest = async {
+                    if live.watching.load(Ordering::Relaxed) == 0 {
+                        // Whoever comes to look is not left waiting.
+                        let _ = tokio::time::timeout(UNWATCHED - WATCHED, live.wanted.notified()).await;
+                    }
+                    tokio::time::sleep(pause).await;
+                };
+                tokio::select! {
+                    () = rest => {}
+                    _ = stopped.wait_for(|stop| *stop) => break,
+                }
+            }
+            live.newest.send_replace(Arc::new(Sample { at_ms: -1, ..Sample::default() }));
+        })
+    }
+
+    async fn sample(&self, counting: &mut Counting, window: Duration) -> postrider::Result<Sample> {
+        let pulse = self.outbox.pulse(window).await?;
+        counting.refresh(&self.outbox, pulse.now).await?;
+        let workers = roll::roll(&self.outbox).await?.iter().filter(|worker| worker.alive).count();
+        let openmemory = self.memories.as_ref().map(|memories| memories.capability().status.to_owned());
+        Ok(joined(&pulse, counting, workers, openmemory))
+    }
+
+    fn put(&self, sample: Sample) {
+        let sample = Arc::new(sample);
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let oldest = sample.at_ms - KEPT.as_millis() as i64;
+        while kept.front().is_some_and(|first| first.at_ms < oldest) {
+            kept.pop_front();
+        }
+        kept.push_back(sample.clone());
+        drop(kept);
+        self.newest.send_replace(sample);
+    }
+
+    /// Each sample as it comes; one before 1970 is the end.
+    pub fn subscribe(&self) -> watch::Receiver<Arc<Sample>> {
+        self.newest.subscribe()
+    }
+
+    pub fn past(&self) -> Vec<Arc<Sample>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+}
+
+fn wall_ms() -> i64 {
+    postrider::clock::wall().micros() / 1000
+}
+
+/// The live messages, counted as often as it is cheap.
+#[derive(Default)]
+struct Counting {
+    lanes: BTreeMap<String, LaneStats>,
+    at: Timestamp,
+    /// When it was last done, and for how long that will do.
+    last: Option<(Tick, Duration)>,
+}
+
+impl Counting {
+    async fn refresh(&mut self, outbox: &Outbox, now: Timestamp) -> postrider::Result<()> {
+        let begun = Tick::now();
+        if self.last.is_none_or(|(last, lasts)| begun.since(last) >= lasts) {
+            self.lanes = outbox.depths().await?;
+            self.at = now;
+            let now = Tick::now();
+            self.last = Some((now, now.since(begun) * COUNTING_SHARE));
+        }
+        Ok(())
+    }
+}
+
+fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option<String>) -> Sample {
+    let mut lanes: BTreeMap<String, LaneSample> = BTreeMap::new();
+    for (lane, stats) in &counting.lanes {
+        let sample = lanes.entry(lane.clone()).or_default();
+        (sample.pending, sample.leased) = (stats.pending, stats.leased);
+    }
+    for (lane, of_lane) in &pulse.lanes {
+        let sample = lanes.entry(lane.clone()).or_default();
+        sample.sent_per_second = of_lane.sent_per_second;
+        sample.retries_per_second = of_lane.retries_per_second;
+        sample.dead_per_second = of_lane.dead_per_second;
+        sample.oldest_due_seconds = of_lane.oldest_due_seconds;
+        sample.paused = of_lane.paused;
+    }
+    let counted_at_ms = counting.at.micros() / 1000;
+    Sample { at_ms: pulse.now.micros() / 1000, lanes, counted_at_ms, workers, openmemory, stale: false }
+}
+
+/// Somebody looks, for as long as this lives.
+pub struct Watching(Arc<Live>);
+
+impl Watching {
+    pub fn new(live: Arc<Live>) -> Watching {
+        live.watching.fetch_add(1, Ordering::Relaxed);
+        live.wanted.notify_one();
+        Watching(live)
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.0.watching.fetch_sub(1, Ordering::Relaxed);
+    }
+}

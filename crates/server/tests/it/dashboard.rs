@@ -1,0 +1,317 @@
+//! The dashboard in a real Chromium, on a real server: what a person does there, and what they see.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proving::browser::{Browser, axe};
+use serde_json::{Value, json};
+
+use crate::api::Server;
+use crate::home::{Home, wait_until};
+use crate::memory::OpenMemory;
+use crate::receiver::Receiver;
+
+const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
+
+/// A receiver that is down until it is told to be up.
+fn moody() -> (Receiver, Arc<AtomicBool>) {
+    let up = Arc::new(AtomicBool::new(false));
+    let mood = up.clone();
+    let receiver = Receiver::start(move |_| Some(if mood.load(Ordering::SeqCst) { 200 } else { 503 }));
+    (receiver, up)
+}
+
+fn configured(home: &Home, receiver: &Receiver, more: &str) {
+    let text = format!(
+        "[lane.invoices]\ncourier = \"http\"\nurl = \"{}\"\nmax_attempts = 2\nbackoff = {{ kind = \"table\", sec = [1] }}\n\
+         [lane.mail]\ncourier = \"noop\"\n\
+         [webhooks]\nallow_http = true\nallow_cidrs = [\"127.0.0.0/8\"]\nmax_retry_limit = 1\nbase_delay_sec = 1\n{more}",
+        receiver.url
+    );
+    home.write("postrider.toml", &text);
+}
+
+fn token(home: &Home, scopes: &[&str]) -> String {
+    let mut args = vec!["token", "create", "--name", "tester", "--json"];
+    scopes.iter().for_each(|scope| args.extend(["--scope", scope]));
+    home.run(&args).done().json()["token"].as_str().unwrap().to_owned()
+}
+
+/// Nothing went wrong in the page, and it asked nobody but its own server.
+fn is_clean(browser: &mut Browser, server: &Server) {
+    assert_eq!(browser.complaints(), Vec::<String>::new());
+    let own = format!("http://{}/", server.address);
+    for url in browser.requests().iter().filter(|url| !url.starts_with("about:")) {
+        assert!(url.starts_with(&own) || url.starts_with("data:"), "a request to somebody else: {url}");
+    }
+}
+
+fn signed_in(browser: &mut Browser, server: &Server, token: &str) {
+    browser.goto(&format!("http://{}/", server.address));
+    browser.click("#token");
+    browser.write(token);
+    browser.press("Enter");
+    browser.sees("Lanes");
+}
+
+#[test]
+fn sign_in_watch_a_message_requeue_it_and_pause_a_lane() {
+    let home = Home::sqlite();
+    let (receiver, up) = moody();
+    configured(&home, &receiver, "[auth]\nmode = \"always\"\n");
+    home.run(&["migrate"]).done();
+    let token = token(&home, &["read", "operate", "enqueue"]);
+    let server = Server::start(&home, &[]);
+    let mut browser = Browser::start();
+
+    browser.goto(&format!("http://{}/", server.address));
+    browser.sees("Sign in");
+    is_clean(&mut browser, &server);
+    browser.click("#token");
+    browser.write("pr_1_wrong");
+    browser.press("Enter");
+    browser.sees("not valid");
+    browser.complaints(); // the console tells of the 401
+    browser.eval("document.getElementById('token').value = ''");
+    browser.click("#token");
+    browser.write(&token);
+    browser.press("Enter");
+    browser.sees("Lanes");
+    browser.sees("tester");
+    assert_eq!(browser.eval("document.cookie"), json!(""), "scripts cannot read the session");
+    assert_eq!(browser.eval("localStorage.length + sessionStorage.length"), json!(0));
+
+    // A message fails twice and dies, before our eyes.
+    let bearer = format!("Bearer {token}");
+    let headers = [("authorization", bearer.as_str()), ("Idempotency-Key", "invoice-7"), ("Postrider-Target", "erp")];
+    let id = server.post("/v1/outbox/invoices", &headers, "{}").answered(201).json()["id"].to_string();
+    browser.click("nav a[href='#/messages']");
+    browser.click("#q");
+    browser.write("invoice-7");
+    browser.press("Enter");
+    browser.click(&format!("#m-{id}"));
+    browser.sees("Attempt 1 failed, to be tried again");
+    browser.sees("Attempt 2 failed for good");
+    browser.sees("HTTP_503");
+
+    // Mended and requeued by hand, it goes through.
+    up.store(true, Ordering::SeqCst);
+    browser.click("#requeue");
+    browser.sees("under its id and its idempotency key");
+    browser.click("#confirm-go");
+    browser.sees("Sent\n");
+    assert_eq!(home.show(id.parse().unwrap())["status"], "sent");
+
+    // A lane is held and let go.
+    browser.click("nav a[href='#/']");
+    browser.click("#hold-mail");
+    browser.sees("none is lost");
+    browser.click("#confirm-go");
+    browser.wait("document.getElementById('hold-mail')?.textContent === 'Resume'");
+    server.post("/v1/outbox/mail", &[("authorization", bearer.as_str())], "x").answered(201);
+    browser.wait("document.getElementById('lane-mail').closest('tr').cells[2].textContent === '1'");
+    browser.click("#hold-mail");
+    browser.wait("document.getElementById('hold-mail')?.textContent === 'Pause'");
+    browser.wait("document.getElementById('lane-mail').closest('tr').cells[2].textContent === '0'");
+    browser.click("nav a[href='#/workers']");
+    browser.sees("alive");
+    is_clean(&mut browser, &server);
+
+    browser.click("#sign-out");
+    browser.sees("Sign in");
+    browser.goto(&format!("http://{}/#/messages", server.address));
+    browser.sees("Sign in");
+    is_clean(&mut browser, &server);
+    drop(browser);
+    assert_eq!(server.stop().0, 0, "an open page does not hold up the end");
+}
+
+#[test]
+fn dead_letters_come_back_one_by_one_and_all_at_once() {
+    let home = Home::sqlite();
+    let (receiver, up) = moody();
+    configured(&home, &receiver, "");
+    let server = Server::start(&home, &[]);
+    let body = json!({"url": receiver.url, "event_types": ["*"]}).to_string();
+    server.post("/v1/subscriptions", &JSON, &body).answered(201);
+    for n in 1..=4 {
+        let event = json!({"event_type": "order.paid", "payload": {"n": n}}).to_string();
+        server.post("/v1/events", &JSON, &event).answered(202);
+    }
+    let dead = || server.get("/v1/dead-letters").answered(200).json()["items"].as_array().unwrap().len();
+    wait_until("all are dead letters", || dead() == 4);
+    up.store(true, Ordering::SeqCst);
+
+    let mut browser = Browser::start();
+    browser.goto(&format!("http://{}/#/webhooks/dead-letters", server.address));
+    browser.click("#dl-1");
+    browser.sees("becomes a new saga");
+    browser.click("#confirm-go");
+    browser.sees("requeued as saga");
+    browser.click("#requeue-all");
+    browser.sees("Requeue 3 dead letters?");
+    browser.press("Escape");
+    browser.wait("!document.querySelector('dialog')");
+    assert_eq!(home.number("SELECT COUNT(*) FROM dead_letters WHERE requeued_saga_id IS NOT NULL"), 1);
+    browser.click("#requeue-all");
+    browser.click("#confirm-go");
+    browser.sees("3 dead letters are on their way again");
+    wait_until("all are delivered", || {
+        server.get("/v1/sagas?status=Completed").answered(200).json()["items"].as_array().unwrap().len() == 4
+    });
+    browser.click("nav.tabs a[href='#/webhooks/sagas']");
+    browser
+        .wait("[...document.querySelectorAll('tbody .badge')].filter(b => b.textContent === 'Completed').length === 4");
+    browser.goto(&format!("http://{}/#/webhooks/1", server.address));
+    browser.click("#pause");
+    browser.click("#confirm-go");
+    browser.wait("document.getElementById('resume')");
+    browser.click("#resume");
+    browser.wait("document.getElementById('pause')");
+    browser.click("#rotate");
+    browser.click("#confirm-go");
+    browser.wait("document.getElementById('ask-secret')?.value.startsWith('whsec_')");
+    is_clean(&mut browser, &server);
+}
+
+#[test]
+fn an_outage_of_the_memory_service_is_seen_and_so_is_its_end() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    let mut memory = OpenMemory::start(&home, &[]);
+    let more = format!(
+        "[memory]\nurl = \"{}\"\ntimeout_ms = 1000\nbreaker = {{ failures = 1, probe_sec = 1 }}\n[gate]\nmode = \"DEGRADED\"\n",
+        memory.url()
+    );
+    configured(&home, &receiver, &more);
+    let server = Server::start(&home, &[]);
+    let mut browser = Browser::start();
+    browser.goto(&format!("http://{}/#/memories", server.address));
+    browser.sees("Nothing is deferred.");
+    memory.stop();
+    let note = json!({"payload_md": "tea at five", "target_space": "team:tea"}).to_string();
+    let stored = server.post("/memory/store", &JSON, &note).answered(202).json();
+    browser.wait("[...document.querySelectorAll('tbody tr')].some(row => row.innerText.startsWith('openmemory') && row.innerText.includes('failed'))");
+    browser.wait("document.querySelector('a[id^=d-]')");
+    browser.click("nav a[href='#/']");
+    browser.sees("OpenMemory is away");
+    memory.start_again(&home);
+    browser.wait("!document.body.innerText.includes('OpenMemory is away')");
+    browser.click("nav a[href='#/memories']");
+    browser.sees("Nothing is deferred.");
+    browser.click("#correlation_id");
+    browser.write(stored["correlation_id"].as_str().unwrap());
+    browser.press("Enter");
+    browser.sees("success");
+    is_clean(&mut browser, &server);
+}
+
+#[test]
+fn every_page_is_for_everybody() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    configured(&home, &receiver, "");
+    let server = Server::start(&home, &[]);
+    server.post("/v1/outbox/invoices", &[("Idempotency-Key", "i-1")], "{}").answered(201);
+    let body = json!({"url": receiver.url, "event_types": ["*"]}).to_string();
+    server.post("/v1/subscriptions", &JSON, &body).answered(201);
+    let event = json!({"event_type": "order.paid", "payload": {}}).to_string();
+    server.post("/v1/events", &JSON, &event).answered(202);
+    let order = json!({"instrument": "AAPL", "side": "BUY", "qty": 1, "time_in_force": "IOC"}).to_string();
+    server.post("/do/order", &[JSON[0], ("Idempotency-Key", "ord-1")], &order).answered(201);
+    wait_until("there is a dead letter", || {
+        !server.get("/v1/dead-letters").answered(200).json()["items"].as_array().unwrap().is_empty()
+    });
+
+    let axe = axe();
+    let mut browser = Browser::start();
+    let pages = [
+        "",
+        "lane/mail",
+        "messages",
+        "messages/1",
+        "messages?q=i-1",
+        "webhooks",
+        "webhooks/1",
+        "webhooks/sagas",
+        "webhooks/sagas/1",
+        "webhooks/dead-letters",
+        "orders",
+        "orders/ord-1",
+        "orders?show=needs_person",
+        "memories",
+        "workers",
+    ];
+    for (width, dark) in [(1280, false), (1280, true), (390, false)] {
+        browser.screen(width, 900, dark);
+        for page in pages {
+            browser.goto("about:blank");
+            browser.goto(&format!("http://{}/#/{page}", server.address));
+            browser.wait("document.querySelector('main h1') && !document.body.innerText.includes('Loading')");
+            assert_eq!(browser.faults(&axe), Vec::<String>::new(), "axe on /#/{page}, {width} wide, dark: {dark}");
+            let wide = browser.eval("document.documentElement.scrollWidth <= document.documentElement.clientWidth");
+            assert_eq!(wide, json!(true), "/#/{page} scrolls sideways at {width}");
+        }
+    }
+    // The whole of it with a keyboard: to the second page by Tab and Enter alone.
+    browser.goto("about:blank");
+    browser.goto(&format!("http://{}/", server.address));
+    browser.sees("Lanes");
+    for _ in 0..4 {
+        browser.press("Tab");
+    }
+    assert_eq!(browser.eval("document.activeElement.textContent"), json!("Messages"));
+    browser.press("Enter");
+    browser.wait("document.querySelector('h1').textContent === 'Messages'");
+    assert_eq!(browser.eval("document.activeElement.id"), json!("main"), "the focus goes with the page");
+    is_clean(&mut browser, &server);
+}
+
+#[test]
+fn a_token_shows_what_it_allows_and_no_more() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    configured(&home, &receiver, "[auth]\nmode = \"always\"\n");
+    home.run(&["migrate"]).done();
+    let (reader, writer) = (token(&home, &["read"]), token(&home, &["enqueue"]));
+    let server = Server::start(&home, &[]);
+    let mut browser = Browser::start();
+    signed_in(&mut browser, &server, &reader);
+    browser.wait("document.getElementById('hold-mail')?.disabled");
+    let refused = browser.eval("fetch('/v1/lanes/mail/pause', {method: 'POST'}).then(answer => answer.status)");
+    assert_eq!(refused, json!(403), "the button is not what guards");
+
+    // The cookie is no way in for other sites, and no way around the rights.
+    let sign_in = |token: &str| {
+        let body = json!({ "token": token }).to_string();
+        let answer = server.post("/v1/session", &JSON, &body).answered(200);
+        let cookie = answer.header("set-cookie").unwrap().to_owned();
+        for word in ["HttpOnly", "SameSite=Strict", "Path=/"] {
+            assert!(cookie.contains(word), "{cookie}");
+        }
+        cookie.split(';').next().unwrap().to_owned()
+    };
+    let admin = sign_in(&token(&home, &["admin"]));
+    let pause = |headers: &[(&str, &str)]| server.post("/v1/lanes/mail/pause", headers, "");
+    let cookie = ("cookie", admin.as_str());
+    pause(&[cookie]).refused(403, "FORBIDDEN");
+    pause(&[cookie, ("origin", "https://evil.example")]).refused(403, "FORBIDDEN");
+    pause(&[cookie, ("origin", &format!("http://{}", server.address))]).answered(200);
+    server.request("GET", "/v1/overview", &[cookie], b"").answered(200);
+    server.request("GET", "/v1/live", &[], b"").refused(401, "UNAUTHORIZED");
+    server.request("GET", "/v1/overview", &[("cookie", &sign_in(&writer))], b"").refused(403, "FORBIDDEN");
+    let nobody: Value = server.get("/v1/session").answered(200).json();
+    assert_eq!(nobody["signed_in"], false);
+    server
+        .post("/v1/session", &[JSON[0], ("origin", "https://evil.example")], "{\"token\":\"x\"}")
+        .refused(403, "FORBIDDEN");
+
+    let page = server.get("/").answered(200);
+    let policy = page.header("content-security-policy").unwrap();
+    assert!(policy.contains("default-src 'none'") && !policy.contains("unsafe"), "{policy}");
+    assert!(
+        !page.body.contains("<script>") && !page.body.contains("style=") && !page.body.contains("onclick"),
+        "{}",
+        page.body
+    );
+}
