@@ -83,6 +83,13 @@ struct Inner {
 #[derive(Clone)]
 pub struct OpenMemory(Arc<Mutex<Inner>>);
 
+impl Default for Settings {
+    fn default() -> Self {
+        let listen = SocketAddr::from(([127, 0, 0, 1], 0));
+        Settings { listen, dialect: Dialect::Js, data: None, api_key: None, keep_duplicates: true, mood: None }
+    }
+}
+
 /// What it starts with.
 #[derive(Debug, clap::Args)]
 pub struct Settings {
@@ -152,6 +159,16 @@ impl OpenMemory {
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on nobody is there, or somebody is again.
+    pub fn be_down(&self, down: bool) {
+        self.lock().mood = if down { Mood::Down } else { Mood::Well };
+    }
+
+    /// What it was given, by content.
+    pub fn contents(&self) -> Vec<String> {
+        self.lock().memories.iter().map(|memory| memory.content.clone()).collect()
     }
 
     /// Serves until it is dropped.

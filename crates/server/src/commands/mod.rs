@@ -19,7 +19,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-pub use worker::{orchestrate, stop_signal};
+pub use worker::{build, orchestrate, stop_signal, tend};
 
 use clap::{CommandFactory, Parser};
 

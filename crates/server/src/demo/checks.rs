@@ -1,13 +1,14 @@
-//! Did it all come out as told? Judged by the receiver's log; the outbox's own books come last.
+//! Did it all come out as told? Judged by the books of those who received; the outbox's own come last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use postrider::Enqueued;
 use postrider::store::LaneStats;
+use postrider_memories::Action;
 use serde::Serialize;
 
 use super::receiver::Arrival;
-use super::{BROKEN, Story};
+use super::{BROKEN, LANE, Story};
 
 #[derive(Debug, Serialize)]
 pub struct Check {
@@ -16,7 +17,7 @@ pub struct Check {
     pub seen: String,
 }
 
-pub fn all(story: &Story, arrivals: &[Arrival], books: LaneStats) -> Vec<Check> {
+pub fn all(story: &Story, arrivals: &[Arrival], books: &BTreeMap<String, LaneStats>) -> Vec<Check> {
     let mut taken: BTreeMap<u64, u32> = BTreeMap::new();
     let mut keys: BTreeMap<u64, BTreeSet<&str>> = BTreeMap::new();
     for arrival in arrivals {
@@ -63,11 +64,43 @@ pub fn all(story: &Story, arrivals: &[Arrival], books: LaneStats) -> Vec<Check> 
             format!("answers {of_broken:?}"),
         ),
         check(
-            "the outbox's books agree",
-            (books.sent, books.pending, books.leased, books.dead) == (total as u64, 0, 0, 0),
-            format!("{} sent, {} pending, {} leased, {} dead", books.sent, books.pending, books.leased, books.dead),
+            "an order sent twice was executed once",
+            story.accepted == 1 && story.replayed && story.conflict && story.executions == 1,
+            format!(
+                "{} accepted, {} executed, the stored answer {}, another order {}",
+                story.accepted,
+                story.executions,
+                if story.replayed { "came back" } else { "did not come back" },
+                if story.conflict { "refused" } else { "not refused" }
+            ),
         ),
+        check(
+            "memories outlived an outage, each written once",
+            story.stored == [Action::Allow, Action::Deferred, Action::Deferred] && written_once(&story.remembered),
+            format!(
+                "{}; OpenMemory has {}",
+                story.stored.iter().map(|action| action.as_str()).collect::<Vec<_>>().join(", "),
+                story.remembered.len()
+            ),
+        ),
+        {
+            let of = |lane: &str| books.get(lane).copied().unwrap_or_default();
+            let (invoices, orders, memories) = (of(LANE), of(postrider_orders::LANE), of(postrider_memories::LANE));
+            let open: u64 = books.values().map(|lane| lane.pending + lane.leased + lane.dead).sum();
+            check(
+                "the outbox's books agree",
+                (invoices.sent, orders.sent, memories.sent, open) == (total as u64, 1, 2, 0),
+                format!(
+                    "sent: {} invoices, {} order, {} deferred memories; {open} open or dead",
+                    invoices.sent, orders.sent, memories.sent
+                ),
+            )
+        },
     ]
+}
+
+fn written_once(remembered: &[String]) -> bool {
+    remembered.len() == 3 && remembered.iter().collect::<BTreeSet<_>>().len() == 3
 }
 
 fn check(name: &'static str, passed: bool, seen: String) -> Check {
@@ -75,7 +108,7 @@ fn check(name: &'static str, passed: bool, seen: String) -> Check {
 }
 
 pub fn told(checks: &[Check]) -> String {
-    let mut text = String::from("\nChecked against the receiver's log:\n");
+    let mut text = String::from("\nPromised, and seen in the books of those who received:\n");
     for check in checks {
         let mark = if check.passed { "ok    " } else { "FAILED" };
         text.push_str(&format!("  {mark}  {} ({})\n", check.name, check.seen));

@@ -1,5 +1,6 @@
-//! `postrider demo`: an application, a worker and a moody receiver on an embedded database in a temporary folder. What
-//! it tells is checked at the end against the receiver's own log.
+//! `postrider demo`: the whole system in a temporary folder, on an embedded database: an application with a moody receiver,
+//! an order sent twice, and a memory service that goes away. What it tells is checked at the end against the books of those
+//! who received: the receiver's log, the broker's executions, the memories that arrived.
 
 mod checks;
 mod receiver;
@@ -9,21 +10,30 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::backoff::Backoff;
 use postrider::clock::Tick;
-use postrider::store::{Requeued, Status};
-use postrider::worker::core::LaneSettings;
-use postrider::{Enqueued, Entry, LaneRules, Lanes, NewMessage, Outbox, Worker};
+use postrider::store::{Mode, Requeued, Status, transact};
+use postrider::{Enqueued, Entry, NewMessage, Outbox};
+use postrider_memories::{Action, NewMemory};
+use postrider_orders::{NewOrder, Order, Placed};
 use rusqlite::{Connection, TransactionBehavior};
 use serde_json::{Value, json};
-use tokio::sync::oneshot;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use self::receiver::Receiver;
 use self::view::View;
 use crate::cli::Demo;
-use crate::couriers::Destination;
+use crate::commands::{build, stop_signal, tend};
+use crate::config::Config;
+use crate::database;
 use crate::failure::{Ending, Failure, Result};
+use crate::http::{self, App, Limits};
+use crate::metrics::Meters;
 use crate::output::{Output, print};
+use crate::parts::Parts;
+use crate::roll::Roll;
+use crate::stand_in::{self, OpenMemory};
 
 pub const LANE: &str = "invoices";
 const INVOICES: u64 = 200;
@@ -42,54 +52,127 @@ struct Story {
     other_content: Option<Enqueued>,
     died: bool,
     requeued: bool,
+    /// Of the same order, sent twice at once.
+    accepted: usize,
+    replayed: bool,
+    conflict: bool,
+    /// In the broker's own book.
+    executions: i64,
+    stored: Vec<Action>,
+    /// What OpenMemory has at the end.
+    remembered: Vec<String>,
 }
+
+/// As a user would write it; what is quick here is slow by default.
+const CONFIGURATION: &str = r#"
+listen = "127.0.0.1:8787"
+
+[lane.invoices]
+courier = "http"
+url = "{receiver}"
+concurrency = 8
+batch = 32
+poll_interval_sec = 0.1
+backoff = { kind = "table", sec = [0.2, 0.4, 0.8] }
+
+[orders]
+adapter = "paper"
+
+[memory]
+url = "{memory}"
+timeout_ms = 1000
+breaker = { failures = 1, probe_sec = 0.2 }
+
+[gate]
+mode = "DEGRADED"
+
+[secrets]
+key = "file:{folder}/postrider.key"
+"#;
+const ORDER_KEY: &str = "order-4711";
 
 pub async fn run(args: Demo, output: Output) -> Result<Ending> {
     let folder = tempfile::Builder::new().prefix("postrider-demo-").tempdir();
     let folder = folder.map_err(|e| {
         Failure::failed(format!("cannot create a temporary folder: {e}; set TMPDIR to one that is writable"))
     })?;
-    let file = folder.path().join("demo.db");
-    let url = format!("sqlite://{}", file.display());
-    let outbox = Outbox::open(&url, Lanes::new().with(LANE, LaneRules::default())).await?;
-    outbox.migrate().await?;
-    let receiver = Receiver::start().await?;
-    let (stop, stopped) = oneshot::channel::<()>();
-    let worker = tokio::spawn(worker(&outbox, &receiver, output).await?.run(async move { drop(stopped.await) }));
-
+    let stage = Stage::set(folder.path(), output).await?;
     let mut view = View::new(output);
-    view.tell(&format!("database  {url}\nreceiver  {} (a moody one)\n", receiver.url))?;
-    let story = play(&file, &outbox, &receiver, &mut view).await?;
-    let checks =
-        checks::all(&story, &receiver.arrivals(), outbox.stats().await?.get(LANE).copied().unwrap_or_default());
-    view.tell(&view::counts(&outbox, &receiver).await?)?;
+    view.tell(&format!(
+        "database  {}\nreceiver  {} (a moody one)\nbroker    paper\nmemories  a stand-in for OpenMemory\n",
+        stage.config.database, stage.receiver.url
+    ))?;
+    let mut application = Application::open(&folder.path().join("demo.db"), stage.outbox.clone())?;
+    let mut story = Story::default();
+    play(&mut application, &stage, &mut view, &mut story).await?;
+    order(&stage, &mut view, &mut story).await?;
+    remember(&stage, &mut view, &mut story).await?;
+    let books = stage.outbox.stats().await?;
+    let checks = checks::all(&story, &stage.receiver.arrivals(), &books);
+    view.tell(&view::counts(&stage.outbox, &stage.receiver).await?)?;
     let passed = checks.iter().all(|check| check.passed);
     output.show(&json!({ "passed": passed, "steps": checks }), || checks::told(&checks))?;
 
     if args.stay {
-        stay(&url, output).await?;
+        stay(&stage, &mut application, output).await?;
     }
-    drop(stop);
-    // Its database goes with the folder; nothing is under way any more.
-    let _ = worker.await;
+    stage.end().await;
     Ok(Ending::failed_if(!passed))
 }
 
-async fn worker(outbox: &Outbox, receiver: &Receiver, output: Output) -> Result<Worker> {
-    let mut settings = LaneSettings::new(LANE);
-    settings.concurrency = 8;
-    settings.batch = 32;
-    settings.poll = Duration::from_millis(100);
-    settings.budgets.backoff = Backoff::Table([200, 400, 800].map(Duration::from_millis).to_vec());
-    let destination = Destination::Http { url: receiver.url.clone(), timeout: Duration::from_secs(5), headers: vec![] };
-    let courier: Arc<_> = destination.courier(outbox, None, output).await?;
-    Ok(Worker::new(outbox.clone()).lane_with(settings, courier).drain(Duration::from_secs(2)))
+/// Everything that plays: the outbox with its parts and workers, as `serve` would open them, and the world around it.
+struct Stage {
+    config: Config,
+    outbox: Outbox,
+    parts: Parts,
+    receiver: Receiver,
+    memory: OpenMemory,
+    stop: watch::Sender<bool>,
+    stopped: watch::Receiver<bool>,
+    tasks: Vec<JoinHandle<()>>,
 }
 
-async fn play(file: &Path, outbox: &Outbox, receiver: &Receiver, view: &mut View) -> Result<Story> {
-    let mut story = Story::default();
-    let mut application = Application::open(file, outbox.clone())?;
+impl Stage {
+    async fn set(folder: &Path, output: Output) -> Result<Stage> {
+        let receiver = Receiver::start().await?;
+        let memory = OpenMemory::new(&stand_in::Settings::default())?;
+        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(trouble)?;
+        let address = listener.local_addr().map_err(trouble)?;
+        let file = folder.join("postrider.toml");
+        let text = CONFIGURATION
+            .replace("{folder}", &folder.display().to_string())
+            .replace("{receiver}", &receiver.url)
+            .replace("{memory}", &format!("http://{address}"));
+        std::fs::write(&file, text).map_err(trouble)?;
+        let config = Config::load(Some(&file), Some(format!("sqlite://{}", folder.join("demo.db").display())))?;
+        let outbox = database::open_migrated(&config).await?;
+        let parts = Parts::open(&config, &outbox).await?;
+        let (stop, stopped) = watch::channel(false);
+        let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
+        let names: Vec<&str> = lanes.iter().map(|(name, _)| *name).collect();
+        let worker = build(&config, &outbox, &parts, &lanes, output, None).await?;
+        let (roll, calling) = Roll::start(&outbox, worker.owner(), &names, stopped.clone());
+        let (worker, mut ending) = (worker.observer(roll), stopped.clone());
+        let working = tokio::spawn(async move {
+            let _ = worker.run(async move { drop(ending.wait_for(|stop| *stop).await) }).await;
+        });
+        let mut tasks = vec![calling, working];
+        tasks.extend(parts.memories.as_ref().map(|memories| tend(memories, false, stopped.clone())));
+        tokio::spawn(memory.clone().serve(listener));
+        Ok(Stage { config, outbox, parts, receiver, memory, stop, stopped, tasks })
+    }
 
+    /// Its database goes with the folder; nothing is under way any more.
+    async fn end(self) {
+        let _ = self.stop.send(true);
+        for task in self.tasks {
+            let _ = task.await;
+        }
+    }
+}
+
+async fn play(application: &mut Application, stage: &Stage, view: &mut View, story: &mut Story) -> Result<()> {
+    let (outbox, receiver) = (&stage.outbox, &stage.receiver);
     view.tell(&format!("An application writes {INVOICES} invoices, each in one transaction with its message."))?;
     for invoice in 1..=INVOICES {
         let commit = invoice % ROLLED_BACK != 0;
@@ -116,13 +199,12 @@ async fn play(file: &Path, outbox: &Outbox, receiver: &Receiver, view: &mut View
 
     view.tell("The receiver answers 500 and 503 now and then; the worker tries again until it takes them.")?;
     let wanted = story.committed.len() as u64;
-    wait(view, outbox, receiver, async || Ok(outbox.stats().await?.get(LANE).is_some_and(|s| s.sent >= wanted)))
-        .await?;
+    wait(view, stage, async || Ok(outbox.stats().await?.get(LANE).is_some_and(|s| s.sent >= wanted))).await?;
 
     let broken = application.bill(BROKEN, None, true)?.map_or(0, |entry| entry.id);
     story.committed.push(BROKEN);
     let is_dead = async || Ok(outbox.show(broken).await?.is_some_and(|(m, _)| m.status == Status::Dead));
-    story.died = wait(view, outbox, receiver, is_dead).await?;
+    story.died = wait(view, stage, is_dead).await?;
     view.tell(&format!(
         "Invoice {BROKEN} has no amount: 422, and no retry would help. It is dead, kept, and holds up nobody."
     ))?;
@@ -130,24 +212,79 @@ async fn play(file: &Path, outbox: &Outbox, receiver: &Receiver, view: &mut View
     receiver.mend();
     story.requeued = outbox.requeue(vec![broken]).await? == [Requeued::Requeued];
     let is_sent = async || Ok(outbox.show(broken).await?.is_some_and(|(m, _)| m.status == Status::Sent));
-    wait(view, outbox, receiver, is_sent).await?;
-    view.tell("The receiver is mended, the message requeued under its id and its Idempotency-Key, and delivered.\n")?;
-    Ok(story)
+    wait(view, stage, is_sent).await?;
+    view.tell("The receiver is mended, the message requeued under its id and its Idempotency-Key, and delivered.\n")
+}
+
+/// The same order three times, and another one under its key.
+async fn order(stage: &Stage, view: &mut View, story: &mut Story) -> Result<()> {
+    let orders = &stage.parts.orders;
+    let wish = |qty: u32| {
+        let body = json!({"instrument": "DEMO", "side": "BUY", "qty": qty, "price": 10.5, "time_in_force": "IOC"});
+        let order = Order::parse(body.to_string().as_bytes()).map_err(|e| Failure::failed(e.to_string()))?;
+        Ok::<_, Failure>(NewOrder::new(ORDER_KEY, order))
+    };
+    view.tell("A client sends an order, hears nothing, and sends it again: same key, same order.")?;
+    let twice = orders.place(vec![wish(7)?, wish(7)?]).await?;
+    story.accepted = twice.iter().filter(|placed| matches!(placed, Placed::Accepted { .. })).count();
+    let ended = async || Ok(orders.entry(ORDER_KEY).await?.is_some_and(|entry| entry.finished_at.is_some()));
+    wait(view, stage, ended).await?;
+    let again = orders.place(vec![wish(7)?, wish(8)?]).await?;
+    story.replayed = matches!(&again[0], Placed::Replayed(entry) if entry.response_payload_json.is_some());
+    story.conflict = again[1] == Placed::Conflict;
+    story.executions = executions(stage).await?;
+    view.tell(
+        "It was executed once; asked again, the stored answer comes back. Another quantity under its key is refused.\n",
+    )
+}
+
+/// In the paper broker's own book.
+async fn executions(stage: &Stage) -> Result<i64> {
+    let counted = transact(&**stage.outbox.store(), Mode::Read, |tx| {
+        Box::pin(async move {
+            let rows = tx.query("SELECT COUNT(*) FROM paper_executions", &[]).await?;
+            rows.first().map_or(Ok(0), |row| row.int(0))
+        })
+    });
+    Ok(counted.await?)
+}
+
+/// A memory service that goes away and comes back.
+async fn remember(stage: &Stage, view: &mut View, story: &mut Story) -> Result<()> {
+    let Some(memories) = &stage.parts.memories else { return Err(Failure::failed("there is no memory gateway")) };
+    let store = async |text: &str| {
+        let memory = NewMemory {
+            payload_md: text.to_owned(),
+            correlation_id: format!("demo-{text}"),
+            target_space: Some("team:demo".to_owned()),
+            ..NewMemory::default()
+        };
+        memories.store(memory).await.action
+    };
+    story.stored.push(store("The customer prefers tea.").await);
+    view.tell("A memory goes to OpenMemory. Then OpenMemory goes away, and two more are to be remembered.")?;
+    stage.memory.be_down(true);
+    for text in ["Invoices are due in 30 days.", "The office moves in May."] {
+        story.stored.push(store(text).await);
+        view.watch(&stage.outbox, &stage.receiver).await?;
+    }
+    view.tell("Both are deferred: in the outbox, with their audit, and the caller did not wait.")?;
+    stage.memory.be_down(false);
+    wait(view, stage, async || Ok(stage.memory.contents().len() >= 3)).await?;
+    let settled = async || Ok(stage.outbox.depths().await?.values().all(|lane| lane.pending + lane.leased == 0));
+    wait(view, stage, settled).await?;
+    story.remembered = stage.memory.contents();
+    view.tell("OpenMemory is back, and so are they: each once.\n")
 }
 
 /// Watches until the condition holds; false if it does not in time.
-async fn wait(
-    view: &mut View,
-    outbox: &Outbox,
-    receiver: &Receiver,
-    holds: impl AsyncFn() -> Result<bool>,
-) -> Result<bool> {
+async fn wait(view: &mut View, stage: &Stage, holds: impl AsyncFn() -> Result<bool>) -> Result<bool> {
     let begun = Tick::now();
     while Tick::now().since(begun) < PATIENCE {
         if holds().await? {
             return Ok(true);
         }
-        view.watch(outbox, receiver).await?;
+        view.watch(&stage.outbox, &stage.receiver).await?;
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(false)
@@ -185,16 +322,48 @@ impl Application {
     }
 }
 
-fn trouble(error: rusqlite::Error) -> Failure {
-    Failure::failed(format!("the demo's database: {error}"))
+fn trouble(error: impl std::fmt::Display) -> Failure {
+    Failure::failed(format!("the demo cannot go on: {error}"))
 }
 
-async fn stay(url: &str, output: Output) -> Result<()> {
+/// The dashboard on what was played, with an invoice now and then so that there is something to see.
+async fn stay(stage: &Stage, application: &mut Application, output: Output) -> Result<()> {
+    let listener = match TcpListener::bind(stage.config.listen).await {
+        Ok(listener) => listener,
+        Err(_) => TcpListener::bind("127.0.0.1:0").await.map_err(trouble)?,
+    };
+    let address = listener.local_addr().map_err(trouble)?;
+    let app = App::new(
+        stage.outbox.clone(),
+        stage.parts.clone(),
+        false,
+        stage.config.gate.clone(),
+        (false, false),
+        Arc::new(Meters::new()),
+    );
+    let sampling = app.live.start(stage.stopped.clone());
+    let (leave, left) = watch::channel(false);
+    let mut closing = left.clone();
+    let serving = tokio::spawn(async move {
+        let closed = async move { drop(closing.wait_for(|stop| *stop).await) };
+        http::serve(listener, None, http::router(&app), Limits::default(), Duration::from_millis(500), closed).await;
+    });
     if !output.json {
         print(&format!(
-            "\nStaying until Ctrl-C. Look around in another terminal:\n  postrider --database {url} outbox list\n"
+            "\nThe dashboard is at http://{address}/ and an invoice is written now and then. Ctrl-C ends it.\n\
+             In another terminal: postrider --database {} top\n",
+            stage.config.database
         ))?;
     }
-    let _ = tokio::signal::ctrl_c().await;
+    let mut interrupted = std::pin::pin!(stop_signal()?);
+    for invoice in BROKEN + 1.. {
+        application.bill(invoice, Some(invoice), true)?;
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_millis(50 + (fastrand::u64(..200)))) => {}
+            () = &mut interrupted => break,
+        }
+    }
+    let _ = (stage.stop.send(true), leave.send(true));
+    let _ = (serving.await, sampling.await);
     Ok(())
 }

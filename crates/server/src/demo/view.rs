@@ -60,11 +60,16 @@ impl View {
 
 /// Our books beside the receiver's.
 pub async fn counts(outbox: &Outbox, receiver: &Receiver) -> Result<String> {
-    let stats = outbox.stats().await?.remove(super::LANE).unwrap_or_default();
+    let stats = outbox.stats().await?;
     let arrivals = receiver.arrivals();
     let of = |status: u16| arrivals.iter().filter(|a| a.status == status).count().to_string();
     let mut table = Table::new(["outbox", "pending", "leased", "sent", "dead", "receiver: 200", "500", "503", "422"]);
-    let [pending, leased, sent, dead] = [stats.pending, stats.leased, stats.sent, stats.dead].map(|n| n.to_string());
-    table.row([super::LANE.to_owned(), pending, leased, sent, dead, of(200), of(500), of(503), of(422)]);
+    for lane in [super::LANE, postrider_orders::LANE, postrider_memories::LANE] {
+        let s = stats.get(lane).copied().unwrap_or_default();
+        let [pending, leased, sent, dead] = [s.pending, s.leased, s.sent, s.dead].map(|n| n.to_string());
+        let answers = if lane == super::LANE { [200, 500, 503, 422].map(of) } else { [(); 4].map(|()| "-".to_owned()) };
+        let [taken, broken, away, refused] = answers;
+        table.row([lane.to_owned(), pending, leased, sent, dead, taken, broken, away, refused]);
+    }
     Ok(table.render())
 }
