@@ -51,10 +51,21 @@ bench: ## Measure all three databases; figures go to target/bench/
 	cargo build --locked --release
 	$(WITH_DATABASES) scripts/bench.sh
 
+.PHONY: packaging
+packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
+	cargo build --locked --release
+	$(WITH_DATABASES) --postgres-only scripts/check-packaging.sh
+
+.PHONY: dashboard-load
+dashboard-load: ## See the dashboard on a million live messages and 200 changes a second
+	cargo build --locked --release
+	cargo test --locked -p postrider-server --test it -- --ignored dashboard_under_load --nocapture
+
 .PHONY: ci
 ci: lint test api receivers mcp ## Everything CI runs
 	VERIFY_FULL=1 $(MAKE) verify-unified
 	$(MAKE) demo
+	$(MAKE) packaging
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

@@ -7,9 +7,10 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base64::prelude::{BASE64_STANDARD, Engine};
+use postrider::clock::Tick;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tungstenite::{Message, WebSocket};
@@ -154,9 +155,9 @@ impl Browser {
 
     /// Waits until an expression is true, and says what the page showed if it never is.
     pub fn wait(&mut self, condition: &str) {
-        let begun = Instant::now();
+        let begun = Tick::now();
         while self.eval(&format!("Boolean({condition})")) != json!(true) {
-            if begun.elapsed() > PATIENCE {
+            if Tick::now().since(begun) > PATIENCE {
                 let (shown, said) = (self.eval("document.body.innerText"), self.complaints());
                 panic!("waited in vain for {condition}; the page shows\n{shown}\nand said {said:?}");
             }

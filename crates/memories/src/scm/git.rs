@@ -1,6 +1,6 @@
 //! A Git repository on this machine: a work tree or a bare one. All branches are read, each commit once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use async_trait::async_trait;
@@ -86,26 +86,63 @@ fn boundary(repository: &Repository) -> String {
 }
 
 /// Commits that are reachable now and were not before, oldest first. Only their ids: twenty bytes each.
-fn new_commits(
-    repository: &Repository,
-    tips: &BTreeMap<String, String>,
-    known: &[String],
-) -> Result<Vec<Oid>, git2::Error> {
+fn new_commits(path: &str, tips: &BTreeMap<String, String>, known: &[String]) -> Result<Vec<Oid>, git2::Error> {
+    let repository = Repository::open(path)?;
+    let known: Vec<Oid> = (known.iter())
+        .filter_map(|tip| Oid::from_str(tip).ok())
+        // What was rewritten since may be gone; then it hides nothing.
+        .filter(|id| repository.find_commit(*id).is_ok())
+        .collect();
+    if known.is_empty() {
+        return whole_history(path, repository, tips);
+    }
     let mut walk = repository.revwalk()?;
     walk.set_sorting(Sort::TOPOLOGICAL | Sort::TIME)?;
     for tip in tips.values() {
         walk.push(Oid::from_str(tip)?)?;
     }
-    for tip in known {
-        // What was rewritten since may be gone; then it hides nothing.
-        if let Ok(id) = Oid::from_str(tip)
-            && repository.find_commit(id).is_ok()
-        {
-            walk.hide(id)?;
-        }
+    for id in known {
+        walk.hide(id)?;
     }
     let mut ids: Vec<Oid> = walk.collect::<Result<_, _>>()?;
     ids.reverse();
+    Ok(ids)
+}
+
+/// Everything below these tips, parents before their children. The library's own walk keeps what it has read of every
+/// commit until its end; this one keeps ids alone, some hundred bytes a commit.
+fn whole_history(
+    path: &str,
+    mut repository: Repository,
+    tips: &BTreeMap<String, String>,
+) -> Result<Vec<Oid>, git2::Error> {
+    let shallow = repository.is_shallow();
+    let (mut seen, mut ids, mut stack) = (HashSet::new(), Vec::new(), Vec::new());
+    for tip in tips.values() {
+        stack.push((Oid::from_str(tip)?, false));
+        while let Some((id, parents_done)) = stack.pop() {
+            if parents_done {
+                ids.push(id);
+                continue;
+            }
+            if !seen.insert(id) {
+                continue;
+            }
+            // The library keeps what it has read; opened anew it forgets.
+            if seen.len() % REOPEN_EVERY == 0 {
+                repository = Repository::open(path)?;
+            }
+            let commit = match repository.find_commit(id) {
+                // Beyond the end of a shallow clone.
+                Err(error) if shallow && error.code() == ErrorCode::NotFound => continue,
+                commit => commit?,
+            };
+            stack.push((id, true));
+            // The first parent's side comes first.
+            let parents: Vec<Oid> = commit.parent_ids().filter(|parent| !seen.contains(parent)).collect();
+            stack.extend(parents.into_iter().rev().map(|parent| (parent, false)));
+        }
+    }
     Ok(ids)
 }
 
@@ -199,7 +236,7 @@ impl Source for Git {
                 let boundary = boundary(&repository);
                 // A clone that was deepened has ancestors nobody has read.
                 let known = if boundary == boundary_then { known } else { vec![] };
-                let ids = new_commits(&repository, &tips, &known)?;
+                let ids = new_commits(&path, &tips, &known)?;
                 Ok::<_, git2::Error>((tips, boundary, ids))
             })();
             let (tips, boundary, ids) = match begun {

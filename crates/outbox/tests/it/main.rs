@@ -17,6 +17,7 @@ mod explain;
 #[cfg(feature = "http")]
 mod http_courier;
 mod inbox;
+mod looking;
 mod lost_replies;
 mod operating;
 mod schema;

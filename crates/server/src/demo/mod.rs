@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::clock::Tick;
+use postrider::clock::{self, Tick};
 use postrider::store::{Mode, Requeued, Status, transact};
 use postrider::{Enqueued, Entry, NewMessage, Outbox};
 use postrider_memories::{Action, NewMemory};
@@ -359,7 +359,7 @@ async fn stay(stage: &Stage, application: &mut Application, output: Output) -> R
     for invoice in BROKEN + 1.. {
         application.bill(invoice, Some(invoice), true)?;
         tokio::select! {
-            () = tokio::time::sleep(Duration::from_millis(50 + (fastrand::u64(..200)))) => {}
+            () = tokio::time::sleep(Duration::from_millis(50).mul_f64(1.0 + 4.0 * clock::chance())) => {}
             () = &mut interrupted => break,
         }
     }

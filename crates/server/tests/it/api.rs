@@ -59,6 +59,22 @@ impl Server {
         let listen: &[&str] = if args.contains(&"--listen") { &[] } else { &["--listen", "127.0.0.1:0"] };
         let mut command = home.command(&[&["serve"], listen, args].concat());
         command.envs(environment.iter().copied());
+        Server::listening(command)
+    }
+
+    /// Another build of it.
+    pub fn start_binary(home: &Home, binary: &std::path::Path, args: &[&str]) -> Server {
+        let usual = home.command(&[]);
+        let mut command = std::process::Command::new(binary);
+        command.args(["serve", "--listen", "127.0.0.1:0"]).args(args).stdin(Stdio::null());
+        command.current_dir(usual.get_current_dir().unwrap());
+        if let Some(url) = home.database.url() {
+            command.env("POSTRIDER_DATABASE", url);
+        }
+        Server::listening(command)
+    }
+
+    fn listening(mut command: std::process::Command) -> Server {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();
         // Somebody must read it, or it blocks on a full pipe.

@@ -315,3 +315,54 @@ fn a_token_shows_what_it_allows_and_no_more() {
         page.body
     );
 }
+
+/// `make dashboard-load`: the release build on a million live messages, with 200 changes a second.
+#[test]
+#[ignore = "takes minutes and measures; make dashboard-load runs it"]
+fn dashboard_under_load() {
+    let binary = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/release/postrider");
+    assert!(binary.is_file(), "build the release first: cargo build --release");
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    configured(&home, &receiver, "[lane.backlog]\ncourier = \"noop\"\n");
+    home.run(&["migrate"]).done();
+    home.run(&["worker", "--once"]).done();
+    home.execute(
+        "INSERT INTO outbox_pauses VALUES ('backlog', 0);
+         WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000000)
+         INSERT INTO outbox (lane, target, payload_sha, payload) SELECT 'backlog', 'target-' || (i % 1000), NULL, x'7b7d' FROM n",
+    );
+    let server = Server::start_binary(&home, &binary, &[]);
+    let stop = Arc::new(AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::SeqCst) {
+                for _ in 0..20 {
+                    server.post("/v1/outbox/mail", &[], "{}").answered(201);
+                }
+                std::thread::sleep(std::time::Duration::from_millis(95));
+            }
+        });
+        let mut browser = Browser::start();
+        for page in
+            ["", "messages", "messages?lane=backlog", "messages?status=leased", "messages?q=target-7", "workers"]
+        {
+            browser.goto("about:blank");
+            browser.goto(&format!("http://{}/#/{page}", server.address));
+            browser.eval(
+                "window.tasks = []; new PerformanceObserver(list => tasks.push(...list.getEntries().map(e => e.duration))).observe({type: 'longtask', buffered: true})",
+            );
+            browser.wait("document.querySelector('main h1') && !document.body.innerText.includes('Loading')");
+            // Ten samples go by.
+            browser.eval("new Promise(done => setTimeout(done, 10_000))");
+            let paint =
+                browser.eval("performance.getEntriesByName('first-contentful-paint')[0]?.startTime").as_f64().unwrap();
+            let longest = browser.eval("Math.max(0, ...tasks)").as_f64().unwrap();
+            println!("/#/{page}: first paint {paint:.0} ms, longest task {longest:.0} ms");
+            assert!(paint < 1000.0, "first paint after {paint} ms on /#/{page}");
+            assert!(longest <= 100.0, "a task of {longest} ms on /#/{page}");
+        }
+        is_clean(&mut browser, &server);
+        stop.store(true, Ordering::SeqCst);
+    });
+}

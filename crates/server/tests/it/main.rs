@@ -8,6 +8,7 @@ mod bad_input;
 mod configuration;
 mod dashboard;
 mod demo;
+mod documentation;
 mod fleet;
 mod gate;
 mod home;

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::api::Server;
 use crate::home::{Home, wait_until};
 use crate::memory::{OpenMemory, configured, on_every_database};
 use crate::scratch::Database;
@@ -243,26 +244,42 @@ fn commits_become_memories_once_through_kills_and_outages() {
 
 #[test]
 fn changes_are_known_by_their_digest() {
+    on_every_database(|home| {
+        home.run(&["migrate"]).done();
+        let memory = OpenMemory::start(&home, &[]);
+        configured(&home, &memory, "");
+        let repo = imported(&home, "diffs.git", &history(30));
+        let synced = sync(&home, &["git", text(&repo), "--diffs"]);
+        assert_eq!(synced["diffs"], json!({"materialised": 30, "failed": 0}));
+        assert_eq!(home.number("SELECT COUNT(*) FROM scm_patch_blobs WHERE uri <> '' AND length(sha256) = 64"), 30);
+        home.run(&["scm", "consume"]).done();
+        let refs = home.text("SELECT evidence_refs_json FROM memory_writes ORDER BY id DESC LIMIT 1");
+        assert!(refs.contains("git+file://") && refs.contains("sha256"), "{refs}");
+        // The repository is away: what is open stays open.
+        home.execute("UPDATE scm_patch_blobs SET uri = '', sha256 = NULL, size = NULL WHERE id > 28");
+        let objects = repo.join("objects");
+        std::fs::rename(&objects, repo.join("away")).unwrap();
+        std::fs::create_dir(&objects).unwrap();
+        let failed = home.run(&["scm", "materialize", "--json"]).ended(1).json();
+        assert_eq!(failed, json!({"materialised": 0, "failed": 2}));
+        std::fs::remove_dir(&objects).unwrap();
+        std::fs::rename(repo.join("away"), &objects).unwrap();
+        assert_eq!(home.run(&["scm", "materialize", "--json"]).done().json(), json!({"materialised": 2, "failed": 0}));
+    });
+}
+
+/// What `serve` and `worker` do by themselves with `consume_scm`.
+#[test]
+fn a_server_makes_memories_of_commits_as_they_come() {
     let home = Home::sqlite();
     let memory = OpenMemory::start(&home, &[]);
-    configured(&home, &memory, "");
-    let repo = imported(&home, "diffs.git", &history(30));
-    let synced = sync(&home, &["git", text(&repo), "--diffs"]);
-    assert_eq!(synced["diffs"], json!({"materialised": 30, "failed": 0}));
-    assert_eq!(home.number("SELECT COUNT(*) FROM scm_patch_blobs WHERE uri <> '' AND length(sha256) = 64"), 30);
-    home.run(&["scm", "consume"]).done();
-    let refs = home.text("SELECT evidence_refs_json FROM memory_writes ORDER BY id DESC LIMIT 1");
-    assert!(refs.contains("git+file://") && refs.contains("sha256"), "{refs}");
-    // The repository is away: what is open stays open.
-    home.execute("UPDATE scm_patch_blobs SET uri = '', sha256 = NULL, size = NULL WHERE id > 28");
-    let objects = repo.join("objects");
-    std::fs::rename(&objects, repo.join("away")).unwrap();
-    std::fs::create_dir(&objects).unwrap();
-    let failed = home.run(&["scm", "materialize", "--json"]).ended(1).json();
-    assert_eq!(failed, json!({"materialised": 0, "failed": 2}));
-    std::fs::remove_dir(&objects).unwrap();
-    std::fs::rename(repo.join("away"), &objects).unwrap();
-    assert_eq!(home.run(&["scm", "materialize", "--json"]).done().json(), json!({"materialised": 2, "failed": 0}));
+    configured(&home, &memory, "consume_scm = true\n");
+    let repo = imported(&home, "live.git", &history(12));
+    let server = Server::start(&home, &[]);
+    sync(&home, &["git", text(&repo), "--name", "live"]);
+    wait_until("every commit is a memory", || memory.contents().len() == 12);
+    assert_eq!(home.run(&["scm", "status", "--json"]).done().json()["items"][0]["unconsumed"], 0);
+    assert_eq!(server.stop().0, 0);
 }
 
 #[test]
@@ -444,62 +461,64 @@ fn merge_request(iid: usize, state: &str, minute: usize) -> Value {
 
 #[test]
 fn gitlab_is_read_page_by_page_and_waited_for() {
-    let home = Home::sqlite();
-    let memory = OpenMemory::start(&home, &[]);
-    configured(&home, &memory, "");
-    home.run(&["migrate"]).done();
-    let state = Arc::new(Mutex::new(GitlabState {
-        merge_requests: (1..=250).map(|iid| merge_request(iid, "opened", iid)).collect(),
-        token: Some("right".to_owned()),
-        ..GitlabState::default()
-    }));
-    let url = format!("{}/group/project", gitlab(&state));
-    home.write("token", "right\n");
-    let sync =
-        |args: &[&str]| home.run(&[&["scm", "sync", "gitlab", &url, "--json", "--token", "file:token"], args].concat());
+    on_every_database(|home| {
+        let memory = OpenMemory::start(&home, &[]);
+        configured(&home, &memory, "");
+        home.run(&["migrate"]).done();
+        let state = Arc::new(Mutex::new(GitlabState {
+            merge_requests: (1..=250).map(|iid| merge_request(iid, "opened", iid)).collect(),
+            token: Some("right".to_owned()),
+            ..GitlabState::default()
+        }));
+        let url = format!("{}/group/project", gitlab(&state));
+        home.write("token", "right\n");
+        let sync = |args: &[&str]| {
+            home.run(&[&["scm", "sync", "gitlab", &url, "--json", "--token", "file:token"], args].concat())
+        };
 
-    // Refused at once, without another try.
-    home.write("token", "wrong\n");
-    let refused = sync(&[]);
-    assert_eq!(refused.code, 1, "{refused:?}");
-    assert_eq!(state.lock().unwrap().requests.len(), 1, "authentication is not tried again");
-    home.write("token", "right\n");
-    // Too often, then broken once: it waits, tries again, and goes on.
-    state.lock().unwrap().statuses = vec![429, 500];
-    // And one is changed while it is being read: it moves, and takes no other's place.
-    state.lock().unwrap().touch_after = Some((4, 300));
-    let first = sync(&[]).done().json();
-    assert_eq!(first["new"], 251, "!5 was read twice: {first}");
-    assert_eq!(home.number("SELECT COUNT(DISTINCT iid) FROM scm_merge_requests"), 250, "none was lost");
-    assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
-    assert_eq!(home.text("SELECT title FROM scm_merge_requests WHERE iid = 7"), "合并 7");
-    let again = sync(&[]).done().json();
-    assert_eq!(again["new"], 0, "{again}");
-    assert_eq!(again["watermark"], first["watermark"]);
-    home.run(&["scm", "consume"]).done();
-    assert_eq!(memory.contents().len(), 250);
+        // Refused at once, without another try.
+        home.write("token", "wrong\n");
+        let refused = sync(&[]);
+        assert_eq!(refused.code, 1, "{refused:?}");
+        assert_eq!(state.lock().unwrap().requests.len(), 1, "authentication is not tried again");
+        home.write("token", "right\n");
+        // Too often, then broken once: it waits, tries again, and goes on.
+        state.lock().unwrap().statuses = vec![429, 500];
+        // And one is changed while it is being read: it moves, and takes no other's place.
+        state.lock().unwrap().touch_after = Some((4, 300));
+        let first = sync(&[]).done().json();
+        assert_eq!(first["new"], 251, "!5 was read twice: {first}");
+        assert_eq!(home.number("SELECT COUNT(DISTINCT iid) FROM scm_merge_requests"), 250, "none was lost");
+        assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
+        assert_eq!(home.text("SELECT title FROM scm_merge_requests WHERE iid = 7"), "合并 7");
+        let again = sync(&[]).done().json();
+        assert_eq!(again["new"], 0, "{again}");
+        assert_eq!(again["watermark"], first["watermark"]);
+        home.run(&["scm", "consume"]).done();
+        assert_eq!(memory.contents().len(), 250);
 
-    // One was merged: it is read anew, and remembered anew.
-    state.lock().unwrap().merge_requests[6] = merge_request(7, "merged", 400);
-    assert_eq!(sync(&["--diffs"]).done().json()["new"], 1);
-    assert_eq!(home.text("SELECT state FROM scm_merge_requests WHERE iid = 7"), "merged");
-    assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
-    assert_eq!(home.number("SELECT COUNT(*) FROM scm_patch_blobs WHERE uri LIKE '%/-/merge_requests/7.diff'"), 1);
-    home.run(&["scm", "consume"]).done();
-    assert_eq!(memory.contents().len(), 251);
+        // One was merged: it is read anew, and remembered anew.
+        state.lock().unwrap().merge_requests[6] = merge_request(7, "merged", 400);
+        assert_eq!(sync(&["--diffs"]).done().json()["new"], 1);
+        assert_eq!(home.text("SELECT state FROM scm_merge_requests WHERE iid = 7"), "merged");
+        assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
+        assert_eq!(home.number("SELECT COUNT(*) FROM scm_patch_blobs WHERE uri LIKE '%/-/merge_requests/7.diff'"), 1);
+        home.run(&["scm", "consume"]).done();
+        assert_eq!(memory.contents().len(), 251);
 
-    // Broken for good: three tries, and the watermark stays.
-    let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
-    {
-        let mut state = state.lock().unwrap();
-        state.merge_requests.push(merge_request(251, "opened", 500));
-        state.requests.clear();
-        state.statuses = vec![500, 502, 503];
-    }
-    let broken = sync(&[]);
-    assert_eq!(broken.code, 3, "{broken:?}");
-    assert_eq!(state.lock().unwrap().requests.len(), 3);
-    assert_eq!(home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'"), watermark);
-    assert_eq!(sync(&[]).done().json()["new"], 1, "and the next run brings it");
-    sync(&["--token", "plain"]).ended(2);
+        // Broken for good: three tries, and the watermark stays.
+        let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
+        {
+            let mut state = state.lock().unwrap();
+            state.merge_requests.push(merge_request(251, "opened", 500));
+            state.requests.clear();
+            state.statuses = vec![500, 502, 503];
+        }
+        let broken = sync(&[]);
+        assert_eq!(broken.code, 3, "{broken:?}");
+        assert_eq!(state.lock().unwrap().requests.len(), 3);
+        assert_eq!(home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'"), watermark);
+        assert_eq!(sync(&[]).done().json()["new"], 1, "and the next run brings it");
+        sync(&["--token", "plain"]).ended(2);
+    });
 }
