@@ -9,11 +9,11 @@ use crate::time::{Timestamp, micros_of};
 use crate::tx::{Row, Tx, Value};
 
 /// Ended messages looked at per lane and outcome.
-const ENDED: u64 = 2_000;
+const ENDED: u64 = 1_000;
 /// Failed attempts looked at; each is looked up for its lane.
-const ATTEMPTS: u64 = 500;
+const ATTEMPTS: u64 = 200;
 /// Due messages looked at per lane and shard, from the oldest.
-const HEAD: u64 = 5_000;
+const HEAD: u64 = 1_000;
 
 /// How things go at this moment.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
@@ -160,8 +160,8 @@ mod tests {
     #[test]
     fn a_full_sample_tells_its_own_span() {
         let (window, second) = (Duration::from_secs(2), Duration::from_secs(1));
-        assert_eq!(per_second(10, 2_000, second, window), 5.0);
-        assert_eq!(per_second(2_000, 2_000, second / 10, window), 20_000.0);
-        assert_eq!(per_second(0, 2_000, Duration::ZERO, window), 0.0);
+        assert_eq!(per_second(10, 1_000, second, window), 5.0);
+        assert_eq!(per_second(1_000, 1_000, second / 10, window), 10_000.0);
+        assert_eq!(per_second(0, 1_000, Duration::ZERO, window), 0.0);
     }
 }

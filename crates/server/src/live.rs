@@ -21,7 +21,7 @@ use crate::roll;
 pub const WATCHED: Duration = Duration::from_secs(1);
 const UNWATCHED: Duration = Duration::from_secs(10);
 /// Of the database's time, looking takes at most one part in so many; counting a deep backlog, one part in more.
-const SHARE: u32 = 50;
+const SHARE: u32 = 100;
 const COUNTING_SHARE: u32 = 200;
 /// So much of the past is kept.
 const KEPT: Duration = Duration::from_secs(15 * 60);

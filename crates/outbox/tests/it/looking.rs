@@ -24,12 +24,12 @@ async fn keys_and_targets_are_found(db: Database) {
     assert_eq!(found(&db, key("invoice-7")).await, [active, keyed]);
     assert_eq!(found(&db, Filter { lane: Some("a".to_owned()), ..key("invoice-7") }).await, [keyed]);
     assert_eq!(found(&db, key("invoice-8")).await, [sent], "what has ended, too");
-    assert_eq!(found(&db, Filter { status: Some(Status::Dead), ..key("invoice-8") }).await, []);
-    assert_eq!(found(&db, key("'; DROP TABLE outbox; --")).await, []);
+    assert_eq!(found(&db, Filter { status: Some(Status::Dead), ..key("invoice-8") }).await, Vec::<i64>::new());
+    assert_eq!(found(&db, key("'; DROP TABLE outbox; --")).await, Vec::<i64>::new());
     let target = |status| Filter { target: Some("erp".to_owned()), status, ..Filter::default() };
     assert_eq!(found(&db, target(None)).await, [sent, keyed]);
     assert_eq!(found(&db, target(Some(Status::Pending))).await, [keyed]);
-    assert_eq!(found(&db, Filter { target: Some("er".to_owned()), ..Filter::default() }).await, []);
+    assert_eq!(found(&db, Filter { target: Some("er".to_owned()), ..Filter::default() }).await, Vec::<i64>::new());
 }
 
 async fn the_dead_and_the_held_are_found_in_every_lane(db: Database) {
@@ -92,5 +92,5 @@ async fn the_pulse_does_not_grow_with_what_there_is(db: Database) {
     let sent = db.count("outbox_done").await;
     assert!(sent > 2_000, "{sent}");
     let rate = db.outbox.pulse(secs(1000)).await.unwrap().lanes["a"].sent_per_second;
-    assert!(rate > 20.0, "2,000 of {sent} were looked at, which ended within moments, not {rate}/s");
+    assert!(rate > 20.0, "1,000 of {sent} were looked at, which ended within moments, not {rate}/s");
 }
