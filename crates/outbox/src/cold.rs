@@ -512,9 +512,7 @@ pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Ve
             (None, _) => vec![None],
         };
         for lane in lanes {
-            let (condition, params) = condition(tx, filter, lane.as_deref()).await?;
-            let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit);
-            found.extend(select_shown(tx, done, &condition, params, &tail).await?);
+            found.extend(list_one(tx, filter, lane.as_deref(), done).await?);
         }
     }
     found.sort_by_key(|s| std::cmp::Reverse(s.id));
@@ -522,11 +520,47 @@ pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Ve
     Ok(found)
 }
 
-async fn condition(tx: &mut (dyn Tx + Send), filter: &Filter, lane: Option<&str>) -> Result<(String, Vec<Value>)> {
+/// The newest of one lane, or of all. A page of a busy lane is among the newest ids, whatever its size; only if it is not is
+/// the lane's own index asked, which sorts all there is of it.
+async fn list_one(tx: &mut (dyn Tx + Send), filter: &Filter, lane: Option<&str>, done: bool) -> Result<Vec<Shown>> {
+    let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit);
+    let by_id = lane.is_some() && !matches!(filter.status, Some(Status::Dead | Status::Leased));
+    if by_id && filter.target.is_none() {
+        let (mut condition, mut params) = condition(tx, filter, lane, true).await?;
+        condition.push_str(" AND id > ?");
+        params.push(searched_from(tx, filter).await?.into());
+        let found = select_shown(tx, done, &condition, params, &tail).await?;
+        if found.len() == filter.limit as usize {
+            return Ok(found);
+        }
+    }
+    let (condition, params) = condition(tx, filter, lane, filter.target.is_some()).await?;
+    select_shown(tx, done, &condition, params, &tail).await
+}
+
+/// Where a search among the newest ids ends.
+async fn searched_from(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<i64> {
+    let sql =
+        "SELECT MAX(id) FROM (SELECT MAX(id) AS id FROM outbox UNION ALL SELECT MAX(id) FROM outbox_done) AS newest";
+    let newest = match filter.before {
+        Some(before) => Some(before),
+        None => tx.query(sql, &[]).await?.first().map(|row| row.opt_int(0)).transpose()?.flatten(),
+    };
+    Ok(newest.unwrap_or(0) - SEARCHED)
+}
+
+/// `by_id`: SQLite, which has no statistics, is kept from walking the lane's index instead of the ids.
+async fn condition(
+    tx: &mut (dyn Tx + Send),
+    filter: &Filter,
+    lane: Option<&str>,
+    by_id: bool,
+) -> Result<(String, Vec<Value>)> {
     let mut condition = "1 = 1".to_owned();
     let mut params: Vec<Value> = Vec::new();
     if let Some(lane) = lane {
-        condition.push_str(" AND lane = ?");
+        let column = if by_id && tx.dialect() == Dialect::Sqlite { "+lane" } else { "lane" };
+        condition.push_str(&format!(" AND {column} = ?"));
         params.push(lane.into());
     }
     if let Some(before) = filter.before {
@@ -534,10 +568,8 @@ async fn condition(tx: &mut (dyn Tx + Send), filter: &Filter, lane: Option<&str>
         params.push(before.into());
     }
     if let Some(target) = &filter.target {
-        let sql = "SELECT MAX(id) FROM (SELECT MAX(id) AS id FROM outbox UNION ALL SELECT MAX(id) FROM outbox_done) AS newest";
-        let newest = tx.query(sql, &[]).await?.first().map(|row| row.opt_int(0)).transpose()?.flatten();
         condition.push_str(" AND target = ? AND id > ?");
-        params.extend([target.into(), (filter.before.or(newest).unwrap_or(0) - SEARCHED).into()]);
+        params.extend([target.into(), searched_from(tx, filter).await?.into()]);
     }
     match filter.status {
         Some(status @ (Status::Sent | Status::Dead)) => {

@@ -96,8 +96,8 @@ async fn retries(tx: &mut (dyn Tx + Send), window: Duration) -> Result<Vec<(Stri
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
     let sql = format!(
-        "SELECT COALESCE(o.lane, d.lane), a.at, {now} FROM (SELECT outbox_id, kind, at FROM outbox_attempts ORDER BY id DESC LIMIT {ATTEMPTS}) a
-         LEFT JOIN outbox o ON o.id = a.outbox_id LEFT JOIN outbox_done d ON d.id = a.outbox_id WHERE a.kind = 'retry'"
+        "SELECT COALESCE(o.lane, d.lane), a.at, {now}, a.kind FROM (SELECT outbox_id, kind, at FROM outbox_attempts ORDER BY id DESC LIMIT {ATTEMPTS}) a
+         LEFT JOIN outbox o ON o.id = a.outbox_id LEFT JOIN outbox_done d ON d.id = a.outbox_id"
     );
     let rows = tx.query(&sql, &params).await?;
     let (mut lanes, mut all, mut earliest) = (BTreeMap::<String, u64>::new(), 0, Duration::ZERO);
@@ -106,7 +106,9 @@ async fn retries(tx: &mut (dyn Tx + Send), window: Duration) -> Result<Vec<(Stri
         if age <= window {
             all += 1;
             earliest = earliest.max(age);
-            *lanes.entry(row.opt_text(0)?.unwrap_or_default()).or_default() += 1;
+            if row.text(3)? == "retry" {
+                *lanes.entry(row.opt_text(0)?.unwrap_or_default()).or_default() += 1;
+            }
         }
     }
     // The same span for all: the looked-at rows are the newest of every lane together.

@@ -74,6 +74,8 @@ impl Browser {
             .args(["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"])
             .args(["--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio"])
             .args(["--remote-debugging-port=0", "--hide-scrollbars", "--window-size=1280,900"])
+            // For servers whose certificates the test signed itself.
+            .arg("--ignore-certificate-errors")
             .arg(format!("--user-data-dir={}", profile.path().display()))
             .arg("about:blank")
             .stdin(Stdio::null())

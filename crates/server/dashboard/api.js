@@ -58,6 +58,7 @@ const KEPT_MS = 15 * 60 * 1000;
 export const past = [];
 const listeners = new Set();
 let source = null;
+let silence = 0;
 
 export function onSample(listener) {
   listeners.add(listener);
@@ -85,17 +86,21 @@ function connect() {
   stop();
   source = new EventSource("/v1/live");
   source.addEventListener("sample", (event) => {
+    clearTimeout(silence);
     tell(true);
     take(JSON.parse(event.data));
   });
   source.addEventListener("error", () => {
-    tell(false);
+    // A stream lasts a minute, and the next begins at once: no word of it.
+    clearTimeout(silence);
+    silence = setTimeout(() => tell(false), 2500);
     // The browser tries again by itself unless the answer was a refusal.
     if (source && source.readyState === EventSource.CLOSED) {
       setTimeout(async () => {
         if (!source) return;
         try {
           await whoAmI();
+          if (!session.signed_in) return document.dispatchEvent(new CustomEvent("signed-out"));
           connect();
         } catch {
           if (source) source.dispatchEvent(new Event("error"));
@@ -106,6 +111,7 @@ function connect() {
 }
 
 export function stop() {
+  clearTimeout(silence);
   source?.close();
   source = null;
 }
@@ -114,7 +120,8 @@ export function stop() {
 document.addEventListener("visibilitychange", () => {
   if (!source && !document.hidden && stopped) {
     stopped = false;
-    connect();
+    // With what was missed meanwhile.
+    watch().catch(() => connect());
   } else if (source && document.hidden) {
     stop();
     stopped = true;

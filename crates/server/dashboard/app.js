@@ -3,7 +3,7 @@
 import { Refused, may, onSample, post, send, session, stop, watch, whoAmI } from "./api.js";
 import { message, messages } from "./messages.js";
 import { overview } from "./overview.js";
-import { fill, h, toast } from "./parts.js";
+import { fill, h, pressed, toast } from "./parts.js";
 import { dead_letters, memories, order, orders, saga, sagas, subscription, subscriptions, workers } from "./peers.js";
 
 const PAGES = [["Overview", "#/"], ["Messages", "#/messages"], ["Webhooks", "#/webhooks"], ["Orders", "#/orders"], ["Memories", "#/memories"], ["Workers", "#/workers"]];
@@ -20,11 +20,25 @@ const nav = document.getElementById("nav");
 let leave = () => {};
 let signed_in = false;
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+/** A token for one lane has no business with the pages of other parts. */
+function pages() {
+  const part = { "#/webhooks": "webhooks", "#/orders": "orders", "#/memories": "memory" };
+  return PAGES.filter(([, href]) => !session.lane || !part[href] || part[href] === session.lane);
+}
+
 function place() {
   const [path, search] = (location.hash.slice(1) || "/").split("?");
   for (const [pattern, page, names] of ROUTES) {
     const found = pattern.exec(path);
-    if (found) return { page, values: { ...Object.fromEntries(new URLSearchParams(search)), ...Object.fromEntries(names.map((name, n) => [name, decodeURIComponent(found[n + 1])])) }, path };
+    if (found) return { page, values: { ...Object.fromEntries(new URLSearchParams(search)), ...Object.fromEntries(names.map((name, n) => [name, decoded(found[n + 1])])) }, path };
   }
   return null;
 }
@@ -39,7 +53,7 @@ function every(work) {
   const run = async () => {
     if (gone || busy || document.hidden || performance.now() - last < GENTLY_MS) return;
     // Somebody is writing or deciding: what is under their hands stays.
-    if (last && document.querySelector("dialog[open]")) return;
+    if (last && (pressed || document.querySelector("dialog[open]"))) return;
     busy = true;
     try {
       await work();
@@ -67,7 +81,7 @@ function show() {
   leave = () => {};
   const found = place();
   const section = found ? (found.path === "/" || found.path.startsWith("/lane") ? "#/" : `#/${found.path.split("/")[1]}`) : "";
-  fill(nav, h("ul", {}, PAGES.map(([name, href]) => h("li", {}, h("a", { href, "aria-current": href === section ? "page" : null }, name)))));
+  fill(nav, h("ul", {}, pages().map(([name, href]) => h("li", {}, h("a", { href, "aria-current": href === section ? "page" : null }, name)))));
   nav.hidden = false;
   main.replaceChildren();
   if (!found) {

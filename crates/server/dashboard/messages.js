@@ -9,15 +9,13 @@ const STATUSES = ["", "pending", "leased", "sent", "dead"];
 async function find(text, lane, status, cursor) {
   const list = (more) => get(query("/v1/outbox", { lane, status, cursor, limit: 50, ...more }));
   if (!text) return list({});
-  if (/^\d{1,18}$/.test(text)) {
-    try {
-      const one = await get(`/v1/outbox/${text}`);
-      return { items: [one], next_cursor: null };
-    } catch (error) {
-      if (error.status !== 404) throw error;
-    }
-  }
   const by_key = await list({ key: text });
+  if (/^\d{1,18}$/.test(text)) {
+    // The list asks for ids below the cursor; a number may be an id and a key.
+    const at = await get(query("/v1/outbox", { lane, status, cursor: String(BigInt(text) + 1n), limit: 1 }));
+    const same = at.items.filter((one) => String(one.id) === text && !by_key.items.some((other) => other.id === one.id));
+    by_key.items.unshift(...same);
+  }
   return by_key.items.length ? by_key : list({ target: text });
 }
 
@@ -85,10 +83,16 @@ export function message(main, { id }, every) {
   return every(async () => {
     const m = await get(`/v1/outbox/${id}`);
     if (!changed(m)) return;
-    const back = m.status === "dead" ? button("Requeue", { id: "requeue", allowed: may("operate"), kind: "" }, async () => {
+    // The lanes of parts have doors of their own.
+    const door = {
+      webhooks: h("a", { href: "#/webhooks/dead-letters" }, "Requeue it among the dead letters"),
+      orders: m.active_key ? h("a", { href: `#/orders/${encodeURIComponent(m.active_key)}` }, "To its order") : "",
+      memory: h("a", { href: "#/memories" }, "To the memories"),
+    }[m.lane];
+    const back = m.status !== "dead" ? null : door !== undefined ? door : button("Requeue", { id: "requeue", allowed: may("operate"), kind: "" }, async () => {
       if (!(await confirm({ title: `Requeue message ${id}?`, text: "It is tried again under its id and its idempotency key, with a new budget of attempts.", action: "Requeue" }))) return;
       await attempt(() => post(`/v1/outbox/${id}/requeue`), `Message ${id} is due again.`);
-    }) : null;
+    });
     fill(body,
       h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "State"), badge(m.status), back), facts([
         ["Lane", h("a", { href: `#/lane/${encodeURIComponent(m.lane)}` }, m.lane)], ["Target", m.target], ["Failed attempts", `${m.attempts}${m.crashes ? `, and ${m.crashes} taken over` : ""}`],

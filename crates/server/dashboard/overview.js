@@ -2,7 +2,7 @@
 
 import { may, onSample, past, post } from "./api.js";
 import { chart } from "./charts.js";
-import { attempt, badge, button, confirm, fill, h, number, rate, span, table, tiles } from "./parts.js";
+import { attempt, badge, button, confirm, fill, h, number, pressed, rate, span, table, tiles } from "./parts.js";
 
 const NONE = { sent_per_second: 0, retries_per_second: 0, dead_per_second: 0, pending: 0, leased: 0, oldest_due_seconds: 0, paused: false };
 
@@ -55,7 +55,7 @@ export function overview(main, { lane }) {
       sample.openmemory === "failed" ? h("p", { class: "note" }, "OpenMemory is away: memories are deferred. ", h("a", { href: "#/memories" }, "See memories")) : null,
       sample.workers === 0 && !sample.stale ? h("p", { class: "note" }, "No worker has called lately. Start one: ", h("code", {}, "postrider worker")) : null);
     for (const one of [rates, depth, age]) one.draw(past);
-    if (lane) return;
+    if (lane || pressed) return;
     const rows = Object.entries(sample.lanes);
     const now_shown = JSON.stringify(rows);
     if (now_shown === shown) return;

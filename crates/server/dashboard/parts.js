@@ -11,10 +11,18 @@ export function h(tag, attributes, ...children) {
   return node;
 }
 
+/** A finger or a mouse button is down: what is under it stays. */
+export let pressed = false;
+for (const [name, down] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) {
+  addEventListener(name, () => setTimeout(() => { pressed = down; }, down ? 0 : 50), true);
+}
+
 /** Puts new children in, and the focus back to the one that had it, by its id. */
 export function fill(node, ...children) {
   const held = node.contains(document.activeElement) ? document.activeElement.id : "";
+  const scrolled = new Map([...node.querySelectorAll(".scroll")].map((one) => [one.getAttribute("aria-label"), one.scrollLeft]));
   node.replaceChildren(...children.flat(9).filter(Boolean));
+  for (const one of node.querySelectorAll(".scroll")) one.scrollLeft = scrolled.get(one.getAttribute("aria-label")) ?? 0;
   if (held) document.getElementById(held)?.focus();
 }
 

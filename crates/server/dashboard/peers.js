@@ -1,7 +1,7 @@
 // The pages of the parts: webhooks, orders, memories; and who works.
 
 import { get, may, past, post, query, send } from "./api.js";
-import { attempt, badge, button, changes, confirm, facts, fill, h, moment, number, pager, since, span, table, tabs, tiles } from "./parts.js";
+import { attempt, badge, button, changes, confirm, facts, fill, h, moment, number, pager, since, span, table, tabs, tiles, toast } from "./parts.js";
 
 const HOOKS = [["Subscriptions", "#/webhooks"], ["Sagas", "#/webhooks/sagas"], ["Dead letters", "#/webhooks/dead-letters"]];
 
@@ -125,7 +125,17 @@ export function dead_letters(main, { cursor }, every) {
     const counted = await attempt(() => post("/v1/dead-letters/requeue", { filter: {}, dry_run: true }));
     if (!counted) return;
     if (!(await confirm({ title: `Requeue ${number(counted.count)} dead letters?`, text: "Each becomes a new saga and is sent again. Those of disabled subscriptions are left out.", action: `Requeue ${number(counted.count)}` }))) return;
-    await attempt(() => post("/v1/dead-letters/requeue", { filter: {}, dry_run: false }), (answer) => `${number(answer.count)} dead letters are on their way again, ${number(answer.skipped)} were left out.`);
+    // In portions, until none is left that can be brought back.
+    let back = 0;
+    let skipped = 0;
+    for (;;) {
+      const answer = await attempt(() => post("/v1/dead-letters/requeue", { filter: {}, dry_run: false }));
+      if (!answer) break;
+      back += answer.count;
+      skipped = answer.skipped;
+      if (answer.count === 0 || back >= counted.count) break;
+    }
+    toast(`${number(back)} dead letters are on their way again, ${number(skipped)} were left out.`);
   });
   return refreshed(main, [title("Webhooks", all), tabs("Webhooks", HOOKS, "#/webhooks/dead-letters")], every, () => get(query("/v1/dead-letters", { cursor, limit: 50 })), (page) =>
     h("div", { class: "card" }, table("Dead letters", [
@@ -145,7 +155,7 @@ const BOOKS = [["All", "#/orders"], ["Needs a person", "#/orders?show=needs_pers
 export function orders(main, { show, cursor }, every) {
   const make = (next) => query("#/orders", { show, cursor: next });
   make.current = cursor;
-  const about = { needs_person: "May have been executed, and the broker cannot be asked: somebody must look there and say what happened.", conflicts: "Their key already belonged to another order. Nothing was sent for them." }[show];
+  const about = { needs_person: "May have been executed, and the broker cannot be asked: somebody must look there and say what happened.", conflicts: "Their key belonged to another order when a worker came to them, and nothing was sent. Requests that are refused with 409 write nothing; the metric idempotency_conflicts_total counts them." }[show];
   return refreshed(main, [title("Orders"), tabs("Orders", BOOKS, query("#/orders", { show })), about ? h("p", { class: "hint" }, about) : ""], every, () => get(query("/v1/orders", { show, cursor, limit: 50 })), (page) =>
     h("div", { class: "card" }, table("Orders", [
       ["Key", "", (o) => (o.idempotency_key ? h("a", { class: "mono", href: `#/orders/${encodeURIComponent(o.idempotency_key)}`, id: `o-${o.outbox_id}` }, o.idempotency_key) : "–")], ["Instrument", "", (o) => o.instrument ?? "–"],

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postrider::clock::Tick;
-use postrider::pulse::Pulse;
+use postrider::pulse::{Holder, Pulse};
 use postrider::store::LaneStats;
 use postrider::{Outbox, Timestamp};
 use postrider_memories::Memories;
@@ -59,6 +59,9 @@ impl Sample {
     pub fn of(&self, lane: Option<&str>) -> Sample {
         let mut own = self.clone();
         own.lanes.retain(|name, _| lane.is_none_or(|lane| lane == name));
+        if lane.is_some_and(|lane| lane != postrider_memories::LANE) {
+            own.openmemory = None;
+        }
         own
     }
 }
@@ -68,6 +71,7 @@ pub struct Live {
     memories: Option<Memories>,
     kept: Mutex<VecDeque<Arc<Sample>>>,
     newest: watch::Sender<Arc<Sample>>,
+    holders: Mutex<Vec<Holder>>,
     watching: AtomicUsize,
     wanted: tokio::sync::Notify,
 }
@@ -79,6 +83,7 @@ impl Live {
             memories,
             kept: Mutex::default(),
             newest: watch::channel(Arc::default()).0,
+            holders: Mutex::default(),
             watching: AtomicUsize::new(0),
             wanted: tokio::sync::Notify::new(),
         })
@@ -101,7 +106,7 @@ impl Live {
                         Sample { stale: true, at_ms: wall_ms(), ..(**live.newest.borrow()).clone() }
                     }
                 });
-                let pause = (Tick::now().since(begun) * SHARE).clamp(WATCHED, UNWATCHED);
+                let pause = (Tick::now().since(begun) * SHARE).clamp(WATCHED, KEPT);
                 let rest = async {
                     if live.watching.load(Ordering::Relaxed) == 0 {
                         // Whoever comes to look is not left waiting.
@@ -119,7 +124,8 @@ impl Live {
     }
 
     async fn sample(&self, counting: &mut Counting, window: Duration) -> postrider::Result<Sample> {
-        let pulse = self.outbox.pulse(window).await?;
+        let mut pulse = self.outbox.pulse(window).await?;
+        *self.holders.lock().unwrap_or_else(PoisonError::into_inner) = std::mem::take(&mut pulse.holders);
         counting.refresh(&self.outbox, pulse.now).await?;
         let workers = roll::roll(&self.outbox).await?.iter().filter(|worker| worker.alive).count();
         let openmemory = self.memories.as_ref().map(|memories| memories.capability().status.to_owned());
@@ -136,6 +142,21 @@ impl Live {
         kept.push_back(sample.clone());
         drop(kept);
         self.newest.send_replace(sample);
+    }
+
+    /// Who held what at the last sample, one line for a worker and a lane.
+    pub fn holders(&self) -> Vec<Holder> {
+        let mut held: BTreeMap<(String, String), Holder> = BTreeMap::new();
+        for one in self.holders.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            let shards = held.entry((one.worker.clone(), one.lane.clone()));
+            let merged = shards.and_modify(|all| {
+                all.holds += one.holds;
+                all.since = all.since.min(one.since);
+                all.lease_until = all.lease_until.min(one.lease_until);
+            });
+            merged.or_insert_with(|| one.clone());
+        }
+        held.into_values().collect()
     }
 
     /// Each sample as it comes; one before 1970 is the end.

@@ -127,9 +127,17 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample]) {
     let widths = [Constraint::Fill(2)].into_iter().chain([Constraint::Fill(1); 7]);
     let lanes = Table::new(rows, widths)
         .header(Row::new(TITLES).style(Modifier::BOLD))
-        .block(Block::bordered().title(" lanes "));
+        .block(Block::bordered().title(hidden(now, table)));
     frame.render_widget(lanes, table);
     frame.render_widget(Line::from("q: leave").dim(), foot);
+}
+
+/// Says so when not all lanes fit.
+fn hidden(now: &Sample, area: Rect) -> String {
+    match now.lanes.len().saturating_sub(usize::from(area.height.saturating_sub(3))) {
+        0 => " lanes ".to_owned(),
+        more => format!(" lanes, and {more} more: postrider outbox stats "),
+    }
 }
 
 fn summary(now: &Sample) -> Paragraph<'_> {

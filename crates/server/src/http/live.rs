@@ -9,13 +9,14 @@ use axum::Json;
 use axum::extract::{Extension, State};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures_util::Stream;
+use postrider::clock::Tick;
 use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::App;
 use super::auth::Caller;
 use super::error::Refusal;
-use crate::live::{Sample, WATCHED, Watching};
+use crate::live::{Sample, Watching};
 use crate::roll::{self, Load};
 
 /// How it goes now, and went in the last quarter of an hour.
@@ -41,7 +42,11 @@ pub async fn overview(State(app): State<Arc<App>>, Extension(caller): Extension<
     })
 }
 
-/// `GET /v1/live`: each new sample as a server-sent event `sample`, until the client leaves or the server stops.
+/// So long a stream lasts; then the browser asks again, and its token is looked at again.
+const STREAM: Duration = Duration::from_secs(60);
+
+/// `GET /v1/live`: each new sample as a server-sent event `sample`, until the client leaves, a minute is over or the server
+/// stops.
 pub async fn stream(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -49,15 +54,20 @@ pub async fn stream(
     let watching = Watching::new(app.live.clone());
     let newest = app.live.subscribe();
     let lane = caller.lane().map(str::to_owned);
-    let events = futures_util::stream::unfold((watching, newest, lane), async |(watching, mut newest, lane)| {
-        newest.changed().await.ok()?;
-        let sample = newest.borrow_and_update().clone();
-        if sample.at_ms < 0 {
-            return None;
-        }
-        let event = Event::default().event("sample").json_data(sample.of(lane.as_deref()));
-        Some((Ok(event.unwrap_or_default()), (watching, newest, lane)))
-    });
+    let begun = Tick::now();
+    let events =
+        futures_util::stream::unfold((watching, newest, lane, begun), async |(watching, mut newest, lane, begun)| {
+            newest.changed().await.ok().filter(|()| Tick::now().since(begun) < STREAM)?;
+            let sample = newest.borrow_and_update().clone();
+            if sample.at_ms < 0 {
+                return None;
+            }
+            let event = Event::default()
+                .event("sample")
+                .retry(Duration::from_millis(100))
+                .json_data(sample.of(lane.as_deref()));
+            Some((Ok(event.unwrap_or_default()), (watching, newest, lane, begun)))
+        });
     Sse::new(events).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
 }
 
@@ -106,7 +116,7 @@ pub async fn workers(
         };
         items.insert(called.worker, view);
     }
-    for holder in app.outbox.pulse(WATCHED).await?.holders.into_iter().filter(|holder| visible(&holder.lane)) {
+    for holder in app.live.holders().into_iter().filter(|holder| visible(&holder.lane)) {
         let view = items.entry(holder.worker.clone()).or_insert_with(|| WorkerView {
             worker: holder.worker.clone(),
             alive: true,
@@ -119,5 +129,7 @@ pub async fn workers(
         lane.holds_since = Some(holder.since.to_string());
         lane.lease_until = Some(holder.lease_until.to_string());
     }
+    // A token for one lane sees who works on it.
+    items.retain(|_, view| caller.lane().is_none() || !view.lanes.is_empty());
     Ok(Json(Workers { items: items.into_values().collect() }))
 }

@@ -299,6 +299,12 @@ pub fn router(app: &Arc<App>) -> Router {
 async fn frame(mut request: Request, next: Next) -> Response {
     let given = request.headers().get(&CORRELATION_ID).filter(|id| acceptable(id)).cloned();
     let id = given.unwrap_or_else(new_correlation_id);
+    // HTTP/2 has it in the address; who asks is judged by the header.
+    if !request.headers().contains_key(header::HOST)
+        && let Some(host) = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok())
+    {
+        request.headers_mut().insert(header::HOST, host);
+    }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
     let mut response = if too_large(&request) {
         // Not one byte of it is waited for.

@@ -10,6 +10,7 @@ use crate::api::Server;
 use crate::home::{Home, wait_until};
 use crate::memory::OpenMemory;
 use crate::receiver::Receiver;
+use crate::tls::Authority;
 
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
 
@@ -314,6 +315,69 @@ fn a_token_shows_what_it_allows_and_no_more() {
         "{}",
         page.body
     );
+}
+
+/// A browser speaks HTTP/2 there, which has no Host header, and says where its page came from.
+#[test]
+fn over_tls_one_can_sign_in_and_act() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    let (certificate, key) = Authority::new().sign();
+    home.write("cert.pem", &certificate).write("key.pem", &key);
+    configured(&home, &receiver, "[auth]\nmode = \"always\"\n[tls]\ncert = \"cert.pem\"\nkey = \"key.pem\"\n");
+    home.run(&["migrate"]).done();
+    let token = token(&home, &["read", "operate"]);
+    let server = Server::start(&home, &[]);
+    let mut browser = Browser::start();
+    browser.goto(&format!("https://{}/", server.address));
+    browser.click("#token");
+    browser.write(&token);
+    browser.press("Enter");
+    browser.sees("Lanes");
+    let spoken = browser.eval("performance.getEntriesByType('navigation')[0].nextHopProtocol");
+    assert_eq!(spoken, json!("h2"));
+    browser.click("#hold-mail");
+    browser.click("#confirm-go");
+    browser.wait("document.getElementById('hold-mail')?.textContent === 'Resume'");
+    let cookies = browser.call("Network.getCookies", json!({}));
+    assert_eq!(cookies["cookies"][0]["secure"], json!(true), "{cookies}");
+}
+
+/// A cookie of another Postrider on this machine, which knew the token.
+#[test]
+fn a_strange_cookie_locks_nobody_out_where_no_token_is_needed() {
+    let home = Home::sqlite();
+    let server = Server::start(&home, &["--no-workers"]);
+    let strange = [("cookie", "postrider_session=pr_1_00")];
+    assert_eq!(server.request("GET", "/v1/session", &strange, b"").answered(200).json()["signed_in"], true);
+    server.request("GET", "/v1/overview", &strange, b"").answered(200);
+}
+
+/// A token for one lane sees that lane, and who works on it.
+#[test]
+fn a_token_for_one_lane_sees_no_other() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    configured(&home, &receiver, "[auth]\nmode = \"always\"\n");
+    home.run(&["migrate"]).done();
+    let made =
+        home.run(&["token", "create", "--name", "one", "--scope", "read", "--lane", "mail", "--json"]).done().json();
+    let bearer = format!("Bearer {}", made["token"].as_str().unwrap());
+    let server = Server::start(&home, &[]);
+    let ask = |path: &str| server.request("GET", path, &[("authorization", &bearer)], b"").answered(200).json();
+    wait_until("there is a sample", || !ask("/v1/overview")["samples"].as_array().unwrap().is_empty());
+    for sample in ask("/v1/overview")["samples"].as_array().unwrap() {
+        let lanes: Vec<&String> = sample["lanes"].as_object().unwrap().keys().collect();
+        assert_eq!(lanes, ["mail"]);
+    }
+    wait_until("the worker has called", || !ask("/v1/workers")["items"].as_array().unwrap().is_empty());
+    for worker in ask("/v1/workers")["items"].as_array().unwrap() {
+        assert_eq!(worker["lanes"].as_object().unwrap().keys().collect::<Vec<_>>(), ["mail"]);
+    }
+    let mut browser = Browser::start();
+    signed_in(&mut browser, &server, made["token"].as_str().unwrap());
+    browser.wait("document.getElementById('lane-mail') && !document.getElementById('lane-invoices')");
+    assert_eq!(browser.eval("document.querySelector('#nav').innerText.includes('Orders')"), json!(false));
 }
 
 /// `make dashboard-load`: the release build on a million live messages, with 200 changes a second.

@@ -1,12 +1,14 @@
 //! Dead letters over HTTP: looked through, and brought back one by one or in bulk.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use postrider::Timestamp;
+use postrider::clock::Tick;
 use postrider_webhooks::{DeadLetter, DeadLetterFilter, Requeued};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -16,6 +18,8 @@ use super::super::error::{ErrorBody, Refusal};
 use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of};
 
 const BULK: u32 = 10_000;
+/// For one request, within its deadline.
+const BULK_TIME: Duration = Duration::from_secs(8);
 
 listing!(DeadLetterList, DeadLetterView);
 
@@ -136,7 +140,8 @@ pub struct BulkResult {
 
 /// Bring many dead letters back
 ///
-/// Those that match and nobody has brought back yet, at most 10,000 at a time.
+/// Those that match and nobody has brought back yet, at most 10,000 at a time and as many as a few seconds allow: ask again
+/// until `count` is 0.
 #[utoipa::path(
     post, path = "/v1/dead-letters/requeue", tag = "webhooks", request_body = BulkRequeue,
     responses((status = 200, description = "How many", body = BulkResult))
@@ -150,7 +155,12 @@ pub async fn requeue_many(State(app): State<Arc<App>>, body: Body<BulkRequeue>) 
         return Ok(Json(BulkResult { count, skipped: 0, saga_ids: vec![] }));
     }
     let (mut saga_ids, mut skipped) = (Vec::new(), 0);
+    let begun = Tick::now();
     for id in ids {
+        // Whoever asks hears of what was done; the rest is for the next request.
+        if Tick::now().since(begun) > BULK_TIME {
+            break;
+        }
         match app.webhooks.requeue(id).await? {
             Requeued::Created(saga_id) => saga_ids.push(saga_id),
             Requeued::NoSubscription => skipped += 1,
