@@ -572,3 +572,46 @@ fn the_sums_agree_whoever_is_killed() {
         assert_eq!(sent, home.number("SELECT COUNT(*) FROM idempo_ledger WHERE status = 'succeeded'"));
     });
 }
+
+#[test]
+fn over_http_orders_are_listed_brought_back_and_settled() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", "[orders]\nadapter = \"paper\"\n");
+    let server = Server::start(&home, &["--no-workers"]);
+    let json = ("content-type", "application/json");
+    let order = |tags: Value| {
+        json!({"instrument": "AAPL", "side": "BUY", "qty": 1, "time_in_force": "IOC", "tags": tags}).to_string()
+    };
+    server.post("/do/order", &[json, ("Idempotency-Key", "good")], &order(json!([]))).answered(201);
+    server.post("/do/order", &[json, ("Idempotency-Key", "bad")], &order(json!(["paper:reject"]))).answered(201);
+    let state = |key: &str| server.get(&format!("/v1/ledger/{key}")).answered(200).json()["status"].clone();
+    home.run(&["worker", "--once", "--lane", "orders"]);
+    assert_eq!((state("good"), state("bad")), (json!("succeeded"), json!("failed")));
+    let keys = |show: &str| {
+        let page = server.get(&format!("/v1/orders?show={show}")).answered(200).json();
+        let items = page["items"].as_array().unwrap().iter();
+        items.map(|item| item["idempotency_key"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(keys("all"), ["bad", "good"]);
+    assert_eq!(keys("failed"), ["bad"]);
+    assert_eq!((keys("needs_person"), keys("conflicts")), (vec![], vec![]));
+    server.get("/v1/orders?show=some").refused(400, "INVALID_REQUEST");
+
+    let refused = |path: &str, body: &str, status: u16, code: &str| {
+        assert_eq!(server.post(path, &[json], body).answered(status).json()["error"], code, "{path}");
+    };
+    refused("/v1/ledger/good/requeue", "", 409, "ORDER_NOT_CHANGED");
+    refused("/v1/ledger/none/requeue", "", 404, "ORDER_NOT_FOUND");
+    refused("/v1/ledger/good/settle", "{\"as\":\"failed\"}", 409, "ORDER_NOT_CHANGED");
+    refused("/v1/ledger/none/settle", "{\"as\":\"failed\"}", 404, "ORDER_NOT_FOUND");
+    server.post("/v1/ledger/good/settle", &[json], "{\"as\":\"perhaps\"}").refused(400, "INVALID_REQUEST");
+
+    let again = server.post("/v1/ledger/bad/requeue", &[], "").answered(200).json();
+    assert_eq!(again["status"], "in_progress");
+    let settled = "{\"as\":\"succeeded\",\"broker_ref\":\"R-1\",\"reason\":\"seen in their portal\"}";
+    let entry = server.post("/v1/ledger/bad/settle", &[json], settled).answered(200).json();
+    assert_eq!((&entry["status"], &entry["broker_ref"]), (&json!("succeeded"), &json!("R-1")), "{entry}");
+    let last = entry["events"].as_array().unwrap().last().unwrap().clone();
+    assert_eq!((&last["actor"], &last["reason"]), (&json!("api:local"), &json!("seen in their portal")), "{entry}");
+    assert_eq!(home.show(entry["outbox_id"].as_i64().unwrap())["status"], "sent");
+}
