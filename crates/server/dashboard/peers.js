@@ -204,14 +204,13 @@ export function memories(main, { correlation_id }, every) {
   return refreshed(main, [title("Memories")], every, async () => {
     const health = await get("/health");
     if (health.capabilities.openmemory === undefined || past.at(-1)?.openmemory === null) return { health, none: true };
-    const [report, deferred, audit] = await Promise.all([get("/reliability/report"), get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, limit: 30 }))]);
-    delete report.generated_at;
-    return { health, report, deferred, audit };
-  }, ({ health, report, deferred, audit, none }) => [
+    const [deferred, audit] = await Promise.all([get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, limit: 30 }))]);
+    return { health, deferred, audit };
+  }, ({ health, deferred, audit, none }) => [
     h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "Gate"), badge(health.status), h("span", {}, `mode ${health.mode}`)), health.reason ? h("p", {}, health.reason) : null,
       table("Capabilities", [["Capability", "", ([name]) => name], ["State", "", ([, state]) => badge(state)], ["Skipped by", "", ([name]) => health.skipped_by?.[name] ?? "–"]], Object.entries(health.capabilities))),
     none ? h("p", { class: "hint" }, "The memory gateway is not configured here: add [memory] to postrider.toml.") : [
-      tiles([["Deferred", number(deferred.items.length), deferred.next_cursor ? "or more" : "waiting", deferred.items.length ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory], ["Breaker", report.breaker.replace("_", " ")], ["Written", number(report.outbox_stats.by_status.sent ?? 0), "after waiting"], ["Dead", number(report.outbox_stats.by_status.dead ?? 0)]]),
+      tiles([["Deferred", number(deferred.items.length), deferred.next_cursor ? "or more" : "waiting", deferred.items.length ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory]]),
       h("section", { class: "card" }, h("h2", {}, "Deferred memories"), table("Deferred memories", [
         ["Message", "", (m) => h("a", { href: `#/messages/${m.id}`, id: `d-${m.id}` }, String(m.id))], ["Space", "", (m) => m.target ?? "–"], ["Why", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Since", "nowrap", (m) => moment(m.created_at)], ["Next try", "nowrap", (m) => moment(m.due_at)],
       ], deferred.items, "Nothing is deferred.")),

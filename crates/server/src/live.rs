@@ -18,7 +18,7 @@ use utoipa::ToSchema;
 use crate::roll;
 
 /// Between samples, while somebody looks and while nobody does.
-pub const WATCHED: Duration = Duration::from_secs(1);
+const WATCHED: Duration = Duration::from_secs(1);
 const UNWATCHED: Duration = Duration::from_secs(10);
 /// Of the database's time, looking takes at most one part in so many; counting a deep backlog, one part in more.
 const SHARE: u32 = 100;
