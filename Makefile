@@ -61,6 +61,11 @@ dashboard-load: ## See the dashboard on a million live messages and 200 changes 
 	cargo build --locked --release
 	cargo test --locked -p postrider-server --test it -- --ignored dashboard_under_load --nocapture
 
+.PHONY: scm-million
+scm-million: ## Read a Git history of a million commits, and see that memory does not grow with it
+	cargo build --locked --release
+	cargo test --locked -p postrider-server --test it -- --ignored bounded_memory --nocapture
+
 .PHONY: ci
 ci: lint test api receivers mcp ## Everything CI runs
 	VERIFY_FULL=1 $(MAKE) verify-unified

@@ -1,22 +1,21 @@
 //! A Git repository on this machine: a work tree or a bare one. All branches are read, each commit once.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use async_trait::async_trait;
-use git2::{Commit, DiffFormat, DiffOptions, ErrorCode, Oid, Repository, Sort};
+use git2::{Commit, DiffFormat, DiffOptions, ErrorCode, Oid, Repository};
 use postrider::message::{hex, sha256};
 use serde_json::{Value as Json, json};
 use tokio::sync::mpsc;
 
+use super::walk::{Forgetful, Walk};
 use super::{BATCH, History, Kind, Record, Source, Trouble, moment, storable};
 
 /// Longest message that is kept, in bytes.
 const MOST_MESSAGE: usize = 256 * 1024;
 /// Messages of one batch, in bytes.
 const MOST_BATCH: usize = 4 << 20;
-/// Commits read before the repository is opened anew.
-const REOPEN_EVERY: usize = 20_000;
 /// Files named of one commit.
 const MOST_NAMES: usize = 50;
 /// Longest author, in bytes.
@@ -50,15 +49,11 @@ impl Git {
     }
 }
 
-fn trouble(error: &git2::Error) -> Trouble {
+pub(super) fn trouble(error: &git2::Error) -> Trouble {
     match error.code() {
         ErrorCode::Auth => Trouble::Authentication(error.message().to_owned()),
         _ => Trouble::Source(format!("git: {}", error.message())),
     }
-}
-
-fn copied(error: &git2::Error) -> git2::Error {
-    git2::Error::new(error.code(), error.class(), error.message())
 }
 
 /// Branches and tags, and what they point to.
@@ -83,67 +78,6 @@ fn tips(repository: &Repository) -> Result<BTreeMap<String, String>, git2::Error
 fn boundary(repository: &Repository) -> String {
     let file = std::fs::read(repository.commondir().join("shallow")).unwrap_or_default();
     if file.is_empty() { String::new() } else { hex(&sha256(&file)) }
-}
-
-/// Commits that are reachable now and were not before, oldest first. Only their ids: twenty bytes each.
-fn new_commits(path: &str, tips: &BTreeMap<String, String>, known: &[String]) -> Result<Vec<Oid>, git2::Error> {
-    let repository = Repository::open(path)?;
-    let known: Vec<Oid> = (known.iter())
-        .filter_map(|tip| Oid::from_str(tip).ok())
-        // What was rewritten since may be gone; then it hides nothing.
-        .filter(|id| repository.find_commit(*id).is_ok())
-        .collect();
-    if known.is_empty() {
-        return whole_history(path, repository, tips);
-    }
-    let mut walk = repository.revwalk()?;
-    walk.set_sorting(Sort::TOPOLOGICAL | Sort::TIME)?;
-    for tip in tips.values() {
-        walk.push(Oid::from_str(tip)?)?;
-    }
-    for id in known {
-        walk.hide(id)?;
-    }
-    let mut ids: Vec<Oid> = walk.collect::<Result<_, _>>()?;
-    ids.reverse();
-    Ok(ids)
-}
-
-/// Everything below these tips, parents before their children. The library's own walk keeps what it has read of every
-/// commit until its end; this one keeps ids alone, some hundred bytes a commit.
-fn whole_history(
-    path: &str,
-    mut repository: Repository,
-    tips: &BTreeMap<String, String>,
-) -> Result<Vec<Oid>, git2::Error> {
-    let shallow = repository.is_shallow();
-    let (mut seen, mut ids, mut stack) = (HashSet::new(), Vec::new(), Vec::new());
-    for tip in tips.values() {
-        stack.push((Oid::from_str(tip)?, false));
-        while let Some((id, parents_done)) = stack.pop() {
-            if parents_done {
-                ids.push(id);
-                continue;
-            }
-            if !seen.insert(id) {
-                continue;
-            }
-            // The library keeps what it has read; opened anew it forgets.
-            if seen.len() % REOPEN_EVERY == 0 {
-                repository = Repository::open(path)?;
-            }
-            let commit = match repository.find_commit(id) {
-                // Beyond the end of a shallow clone.
-                Err(error) if shallow && error.code() == ErrorCode::NotFound => continue,
-                commit => commit?,
-            };
-            stack.push((id, true));
-            // The first parent's side comes first.
-            let parents: Vec<Oid> = commit.parent_ids().filter(|parent| !seen.contains(parent)).collect();
-            stack.extend(parents.into_iter().rev().map(|parent| (parent, false)));
-        }
-    }
-    Ok(ids)
 }
 
 fn record(repository: &Repository, id: Oid) -> Result<Record, git2::Error> {
@@ -179,6 +113,43 @@ fn stats(repository: &Repository, commit: &Commit<'_>) -> Result<Json, git2::Err
 
 /// What is sent from the thread that reads: a batch, or why there is none.
 type Sent = Result<Vec<Record>, Trouble>;
+
+/// The branches, where a shallow clone ends, and what is new.
+fn begin(
+    path: &str,
+    known: Vec<String>,
+    boundary_then: &str,
+) -> Result<(BTreeMap<String, String>, String, Walk, u64), Trouble> {
+    let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+    let tips = tips(&repository).map_err(|e| trouble(&e))?;
+    let boundary = boundary(&repository);
+    // A clone that was deepened has ancestors nobody has read.
+    let known = if boundary == boundary_then { known } else { vec![] };
+    let walk = Walk::new(path, &tips, &known)?;
+    let total = walk.total()?;
+    Ok((tips, boundary, walk, total))
+}
+
+/// Sends what was found, batch by batch, until nobody listens.
+fn read(path: &str, walk: &Walk, send: &mpsc::Sender<Sent>) -> Result<(), Trouble> {
+    let mut repository = Forgetful::open(path)?;
+    let mut done = 0;
+    loop {
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        for id in walk.after(done, BATCH)? {
+            let record = record(repository.get()?, id).map_err(|e| trouble(&e))?;
+            bytes += if let Record::Commit { message, .. } = &record { message.len() } else { 0 };
+            batch.push(record);
+            if bytes > MOST_BATCH {
+                break;
+            }
+        }
+        done += batch.len() as u64;
+        if batch.is_empty() || send.blocking_send(Ok(batch)).is_err() {
+            return Ok(());
+        }
+    }
+}
 
 struct Commits {
     batches: mpsc::Receiver<Sent>,
@@ -230,41 +201,15 @@ impl Source for Git {
         let (opened_send, opened) = tokio::sync::oneshot::channel();
         // The library waits for the disk: a thread of its own, a few batches ahead of the database.
         tokio::task::spawn_blocking(move || {
-            let begun = (|| {
-                let repository = Repository::open(&path)?;
-                let tips = tips(&repository)?;
-                let boundary = boundary(&repository);
-                // A clone that was deepened has ancestors nobody has read.
-                let known = if boundary == boundary_then { known } else { vec![] };
-                let ids = new_commits(&path, &tips, &known)?;
-                Ok::<_, git2::Error>((tips, boundary, ids))
-            })();
-            let (tips, boundary, ids) = match begun {
+            let begun = begin(&path, known, &boundary_then);
+            let (tips, boundary, walk, total) = match begun {
                 Ok(begun) => begun,
-                Err(error) => return drop(opened_send.send(Err(trouble(&error)))),
+                Err(trouble) => return drop(opened_send.send(Err(trouble))),
             };
-            if opened_send.send(Ok((tips, boundary, ids.len() as u64))).is_err() {
-                return;
-            }
-            let (mut batch, mut bytes) = (Vec::new(), 0);
-            let mut repository = Repository::open(&path);
-            for (n, id) in ids.iter().enumerate() {
-                // The library keeps what it has read; opened anew it forgets.
-                if n % REOPEN_EVERY == REOPEN_EVERY - 1 {
-                    repository = Repository::open(&path);
-                }
-                match repository.as_ref().map_err(copied).and_then(|repository| record(repository, *id)) {
-                    Err(error) => return drop(send.blocking_send(Err(trouble(&error)))),
-                    Ok(record) => {
-                        bytes += if let Record::Commit { message, .. } = &record { message.len() } else { 0 };
-                        batch.push(record);
-                    }
-                }
-                let full = batch.len() == BATCH || bytes > MOST_BATCH || n + 1 == ids.len();
-                if full && send.blocking_send(Ok(std::mem::take(&mut batch))).is_err() {
-                    return;
-                }
-                bytes = if full { 0 } else { bytes };
+            if opened_send.send(Ok((tips, boundary, total))).is_ok()
+                && let Err(trouble) = read(&path, &walk, &send)
+            {
+                drop(send.blocking_send(Err(trouble)));
             }
         });
         let gone = |_| Trouble::Source("reading the repository ended early".to_owned());

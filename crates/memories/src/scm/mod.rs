@@ -8,6 +8,7 @@ pub mod svn;
 
 mod consume;
 mod rows;
+mod walk;
 
 use std::ops::Range;
 use std::sync::Arc;

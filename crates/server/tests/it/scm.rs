@@ -522,3 +522,76 @@ fn gitlab_is_read_page_by_page_and_waited_for() {
         sync(&["--token", "plain"]).ended(2);
     });
 }
+
+/// A branch that was rewritten, in the real binary: what it left behind stays, what replaced it comes.
+#[test]
+fn a_rewritten_branch_is_read_on() {
+    let home = Home::sqlite();
+    let repo = imported(&home, "rewritten.git", &history(60));
+    home.run(&["migrate"]).done();
+    assert_eq!(sync(&home, &["git", text(&repo)])["new"], 60);
+    run(&repo, &["git", "update-ref", "refs/heads/main", "main~5"], b"");
+    let other = b"commit refs/heads/main\ncommitter Ben <ben@example.org> 1700000000 +0000\ndata 5\nother\nfrom refs/heads/main^0\n\n";
+    run(&repo, &["git", "fast-import", "--quiet"], other);
+    let again = sync(&home, &["git", text(&repo)]);
+    assert_eq!((&again["seen"], &again["new"]), (&json!(1), &json!(1)), "{again}");
+    run(&repo, &["git", "reflog", "expire", "--expire=now", "--all"], b"");
+    run(&repo, &["git", "gc", "--quiet", "--prune=now"], b"");
+    let after = sync(&home, &["git", text(&repo)]);
+    assert_eq!(after["new"], 0, "what was known and is gone hides nothing, and nothing comes twice");
+    assert_eq!(home.number("SELECT COUNT(*) FROM scm_git_commits"), 61);
+}
+
+/// The most memory of its own a run of the release build had, in KiB, over a history of so many commits.
+fn memory_of_reading(commits: usize) -> u64 {
+    let binary = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/release/postrider");
+    assert!(binary.is_file(), "build the release first: cargo build --release");
+    let home = Home::sqlite();
+    let mut stream = Vec::new();
+    for n in 1..=commits {
+        let message = format!("commit {n}: the message of an ordinary commit, of ordinary length");
+        let who = format!("committer Ann <ann@example.org> {} +0000", 1_000_000_000 + n);
+        let (from, merge) = (n.saturating_sub(1), n.saturating_sub(7));
+        stream.extend(format!("commit refs/heads/main\nmark :{n}\n{who}\ndata {}\n{message}\n", message.len()).bytes());
+        if n > 1 {
+            stream.extend(format!("from :{from}\n").bytes());
+        }
+        if n > 10 && n % 10 == 0 {
+            stream.extend(format!("merge :{merge}\n").bytes());
+        }
+        stream.extend(format!("M 100644 inline f{}.txt\ndata 7\n{n:07}\n\n", n % 100).bytes());
+    }
+    let repo = imported(&home, "long.git", &stream);
+    drop(stream);
+    home.run(&["migrate"]).done();
+    let mut child = Command::new(binary)
+        .args(["scm", "sync", "git", text(&repo), "--json"])
+        .current_dir(home.path("."))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut most = 0;
+    let status = loop {
+        let page = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let anonymous = page.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = anonymous.and_then(|text| text.trim().trim_end_matches(" kB").parse().ok());
+        most = most.max(kib.unwrap_or(0));
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    assert!(status.success());
+    assert_eq!(home.number("SELECT COUNT(*) FROM scm_git_commits"), commits as i64);
+    most
+}
+
+/// `make scm-million`: once its caches are full, reading takes no more memory, however long the history.
+#[test]
+#[ignore = "takes minutes and measures; make scm-million runs it"]
+fn a_million_commits_are_read_in_bounded_memory() {
+    let (some, million) = (memory_of_reading(250_000), memory_of_reading(1_000_000));
+    println!("250,000 commits: {} MiB, 1,000,000: {} MiB", some >> 10, million >> 10);
+    assert!(million < some + (24 << 10), "{some} KiB for 250,000 commits, {million} KiB for 1,000,000");
+}
