@@ -16,7 +16,7 @@ use crate::failpoint::reach;
 use crate::ledger::{self, By, Finish};
 use crate::request::Order;
 use crate::result::{Execution, Frame, LatencyMs};
-use crate::{LANE, order_id};
+use crate::{LANE, conflicts, order_id};
 
 /// What is known of an order that has just been tried.
 #[derive(Clone, Debug)]
@@ -76,8 +76,6 @@ impl Book {
         let tried = self.of(winner.id);
         let (event, reason) = match &winner.verdict {
             Verdict::Retry { .. } => return None,
-            // The ledger has another order under this key, and it is right.
-            Verdict::Dead { code, .. } if code == code::CONFLICT => return None,
             Verdict::Sent { .. } => (Event::Executed, tried.as_ref().and_then(|tried| tried.reason).map(str::to_owned)),
             Verdict::Dead { code, .. } => (Event::Refused, Some(code.clone())),
         };
@@ -139,9 +137,15 @@ impl OnSettled for Book {
         named.sort_by_key(|entry| entry.1);
         for (winner, key) in named {
             let order = Order::parse(&winner.payload).ok();
+            let digest = order.as_ref().map_or("", |order| order.digest.as_str());
+            if matches!(&winner.verdict, Verdict::Dead { code, .. } if code == code::CONFLICT) {
+                // The ledger has another order under this key, and it is right.
+                let instrument = order.as_ref().map(|order| order.instrument.as_str());
+                conflicts::note(tx, key, digest, instrument, Some(winner.id)).await?;
+                continue;
+            }
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
             let by = self.of(winner.id).map_or_else(by_worker, |tried| tried.by);
-            let digest = order.as_ref().map_or("", |order| order.digest.as_str());
             ledger::adopt(tx, key, digest).await?;
             if ledger::finish(tx, (key, winner.id), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;

@@ -12,7 +12,7 @@ use postrider::{Error, NewMessage, Result};
 use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
-use crate::{LANE, Orders, janitor};
+use crate::{LANE, Orders, conflicts, janitor};
 
 /// An order to be taken in under its key.
 #[derive(Clone, Debug)]
@@ -49,7 +49,7 @@ pub enum Placed {
     Accepted { outbox_id: i64 },
     /// It was before: this is where it stands.
     Replayed(Box<Entry>),
-    /// The key belongs to another order; nothing was written.
+    /// The key belongs to another order; nothing was taken in, and the conflict is noted.
     Conflict,
 }
 
@@ -127,11 +127,13 @@ impl Orders {
                 standing.insert(order.key.clone(), entry);
             }
             let Some(entry) = standing.get_mut(&order.key) else { continue };
-            placed[i] = Some(if entry.request_digest == order.order.digest {
+            let digest = order.order.digest.as_str();
+            placed[i] = Some(if entry.request_digest == digest {
                 entry.replays += 1;
                 note_replay(tx, &order.key).await?;
                 Placed::Replayed(Box::new(entry.clone().intact()?))
             } else {
+                conflicts::note(tx, &order.key, digest, Some(&order.order.instrument), None).await?;
                 Placed::Conflict
             });
         }

@@ -64,6 +64,7 @@ pub(crate) async fn reap(tx: &mut (dyn Tx + Send), over: &[&Entry]) -> Result<()
     let by_key = [
         ("idempo_ledger WHERE idempotency_key", &keys),
         ("paper_executions WHERE idempotency_key", &keys),
+        ("order_conflicts WHERE idempotency_key", &keys),
         ("ledger_events WHERE key_hash", &hashes),
     ];
     for (what, keys) in by_key {

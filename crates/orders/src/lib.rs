@@ -12,6 +12,7 @@ pub mod request;
 pub mod result;
 
 mod book;
+mod conflicts;
 mod courier;
 mod failpoint;
 mod intake;
@@ -31,6 +32,7 @@ use postrider::{LaneRules, Migration, Outbox, Result};
 
 use self::adapters::Adapter;
 pub use self::book::Book;
+pub use self::conflicts::Conflict;
 pub use self::courier::OrderCourier;
 pub use self::decide::{Idempotency, Status};
 pub use self::intake::{NewOrder, Placed, check_key};
@@ -49,7 +51,7 @@ pub(crate) const PARKED_FOR: Duration = Duration::from_secs(100 * 365 * 24 * 360
 const NEVER: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// The tables of this part: versions 301 to 399.
-pub const MIGRATIONS: [Migration; 2] = [
+pub const MIGRATIONS: [Migration; 3] = [
     Migration {
         version: 301,
         name: "V301__orders",
@@ -63,6 +65,13 @@ pub const MIGRATIONS: [Migration; 2] = [
         sqlite: include_str!("../migrations/sqlite/V302__expiry_by_key.sql"),
         postgres: include_str!("../migrations/postgres/V302__expiry_by_key.sql"),
         mysql: include_str!("../migrations/mysql/V302__expiry_by_key.sql"),
+    },
+    Migration {
+        version: 303,
+        name: "V303__conflicts",
+        sqlite: include_str!("../migrations/sqlite/V303__conflicts.sql"),
+        postgres: include_str!("../migrations/postgres/V303__conflicts.sql"),
+        mysql: include_str!("../migrations/mysql/V303__conflicts.sql"),
     },
 ];
 

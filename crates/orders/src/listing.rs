@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use postrider::store::{Filter, Mode, Shown, Status as MessageStatus};
+use postrider::store::{Filter, Mode, Page, Shown, Status as MessageStatus};
 use postrider::tx::Value;
 use postrider::{Result, Timestamp};
 
@@ -20,8 +20,6 @@ pub enum Which {
     Failed,
     /// Parked until a person says what became of them at the broker.
     NeedsPerson,
-    /// Their key belongs to another order.
-    Conflicts,
 }
 
 /// An order: its message, and its entry unless the key belongs to another order.
@@ -31,30 +29,26 @@ pub struct Listed {
     pub entry: Option<Entry>,
 }
 
-/// Dead orders searched for conflicts.
-const SEARCHED: u32 = 1000;
+/// Parked orders looked at per shard, those that wait longest first.
+const SEARCHED: u32 = 10_000;
 
 impl Orders {
-    /// Those with ids below `before`, at most `limit`.
-    pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<Vec<Listed>> {
+    /// Those with messages below `before`, at most `limit`; and where the next page begins.
+    pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<(Vec<Listed>, Option<i64>)> {
         let lane = Filter { lane: Some(LANE.to_owned()), before, limit, ..Filter::default() };
         let outbox = &self.0.outbox;
         let conflict = |message: &Shown| message.last_error_code.as_deref() == Some(code::CONFLICT);
-        let messages = match which {
+        let Page { messages, next } = match which {
             Which::All => outbox.list(lane).await?,
             Which::Failed => outbox.list(Filter { status: Some(MessageStatus::Dead), ..lane }).await?,
-            Which::Conflicts => {
-                let dead = Filter { status: Some(MessageStatus::Dead), limit: SEARCHED, ..lane };
-                let mut dead: Vec<Shown> = outbox.list(dead).await?.into_iter().filter(conflict).collect();
-                dead.truncate(limit as usize);
-                dead
-            }
             Which::NeedsPerson => {
-                let mut parked = Vec::new();
-                for id in self.parked(before, limit).await? {
-                    parked.extend(outbox.show(id).await?.map(|(message, _)| message));
+                let ids = self.parked(before, limit).await?;
+                let next = ids.last().copied().filter(|_| ids.len() == limit as usize);
+                let mut messages = Vec::new();
+                for id in ids {
+                    messages.extend(outbox.show(id).await?.map(|(message, _)| message));
                 }
-                parked
+                Page { messages, next }
             }
         };
         let keys: Vec<String> = messages.iter().filter(|m| !conflict(m)).filter_map(|m| m.active_key.clone()).collect();
@@ -64,7 +58,7 @@ impl Orders {
             let entry = own.and_then(|key| entries.remove(key));
             Listed { message, entry }
         });
-        Ok(listed.collect())
+        Ok((listed.collect(), next))
     }
 
     async fn entries(&self, keys: Vec<String>) -> Result<HashMap<String, Entry>> {
@@ -90,8 +84,9 @@ impl Orders {
                     let far = tx.now().plus((PARKED_FOR / 2).as_micros() as i64, &mut params);
                     params.extend([code::NEEDS_RECONCILE.into(), before.unwrap_or(i64::MAX).into()]);
                     let sql = format!(
-                        "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far} AND last_error_code = ? AND id < ?
-                         ORDER BY id DESC LIMIT {limit}"
+                        "SELECT id FROM (SELECT id, last_error_code FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far}
+                                         ORDER BY due_at, id LIMIT {SEARCHED}) AS parked
+                         WHERE last_error_code = ? AND id < ? ORDER BY id DESC LIMIT {limit}"
                     );
                     for row in tx.query(&sql, &params).await? {
                         ids.push(row.int(0)?);

@@ -12,11 +12,12 @@ use crate::enqueue::{self, Admit};
 use crate::error::{Effect, Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::Lease;
+use crate::looking;
 use crate::message::{Entry, NewMessage, Sha};
 use crate::migrate;
 use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
 use crate::pulse::Pulse;
-use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
+use crate::store::{Attempt, Filter, LaneStats, Mode, Page, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
 use crate::stores::{self, Options};
 use crate::tx::Tx;
 
@@ -487,20 +488,22 @@ impl Outbox {
         self.store.vitals().await
     }
 
-    pub async fn list(&self, filter: Filter) -> Result<Vec<Shown>> {
+    /// A page of messages, the newest first. It costs a bounded number of rows; a page that is not full but has a `next`
+    /// says how far it has looked.
+    pub async fn list(&self, filter: Filter) -> Result<Page> {
         let filter = Arc::new(filter);
         transact(&*self.store, Mode::Read, move |tx| {
             let filter = filter.clone();
-            Box::pin(async move { cold::list(tx, &filter).await })
+            Box::pin(async move { looking::list(tx, &filter).await })
         })
         .await
     }
 
     pub async fn show(&self, id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
-        transact(&*self.store, Mode::Read, move |tx| Box::pin(cold::show(tx, id))).await
+        transact(&*self.store, Mode::Read, move |tx| Box::pin(looking::show(tx, id))).await
     }
 
     pub async fn payload(&self, id: i64) -> Result<Option<bytes::Bytes>> {
-        transact(&*self.store, Mode::Read, move |tx| Box::pin(cold::payload(tx, id))).await
+        transact(&*self.store, Mode::Read, move |tx| Box::pin(looking::payload(tx, id))).await
     }
 }

@@ -206,9 +206,17 @@ pub struct Filter {
     pub before: Option<i64>,
     /// Only the message that has this key or active key.
     pub key: Option<String>,
-    /// Only this target. No index knows it: the newest 50,000 messages are searched.
+    /// Only this target. No index knows it: a page searches 50,000 messages, and the next one goes on.
     pub target: Option<String>,
     pub limit: u32,
+}
+
+/// Messages of a list.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Page {
+    pub messages: Vec<Shown>,
+    /// `before` of the page after this one; `None` at the end of the list.
+    pub next: Option<i64>,
 }
 
 /// Whether a transaction of the store's own will write.

@@ -4,3 +4,4 @@ pub mod browser;
 pub mod receiver;
 pub mod servers;
 pub mod simulator;
+pub mod watched;

@@ -153,15 +153,28 @@ export function dead_letters(main, { cursor }, every) {
 const BOOKS = [["All", "#/orders"], ["Needs a person", "#/orders?show=needs_person"], ["Failed", "#/orders?show=failed"], ["Conflicts", "#/orders?show=conflicts"]];
 
 export function orders(main, { show, cursor }, every) {
+  if (show === "conflicts") return conflicts(main, { cursor }, every);
   const make = (next) => query("#/orders", { show, cursor: next });
   make.current = cursor;
-  const about = { needs_person: "May have been executed, and the broker cannot be asked: somebody must look there and say what happened.", conflicts: "Their key belonged to another order when a worker came to them, and nothing was sent. Requests that are refused with 409 write nothing; the metric idempotency_conflicts_total counts them." }[show];
+  const about = { needs_person: "May have been executed, and the broker cannot be asked: somebody must look there and say what happened." }[show];
   return refreshed(main, [title("Orders"), tabs("Orders", BOOKS, query("#/orders", { show })), about ? h("p", { class: "hint" }, about) : ""], every, () => get(query("/v1/orders", { show, cursor, limit: 50 })), (page) =>
     h("div", { class: "card" }, table("Orders", [
       ["Key", "", (o) => (o.idempotency_key ? h("a", { class: "mono", href: `#/orders/${encodeURIComponent(o.idempotency_key)}`, id: `o-${o.outbox_id}` }, o.idempotency_key) : "–")], ["Instrument", "", (o) => o.instrument ?? "–"],
       ["State", "", (o) => badge(o.status)], ["Reason", "", (o) => (o.reason_code ? h("code", {}, o.reason_code) : "–")], ["Broker's reference", "", (o) => h("span", { class: "mono" }, o.broker_ref ?? "–")],
       ["Attempts", "n", (o) => number(o.attempts)], ["Replays", "n", (o) => number(o.replays)], ["Message", "", (o) => h("a", { href: `#/messages/${o.outbox_id}` }, String(o.outbox_id))], ["First seen", "nowrap", (o) => moment(o.first_seen_at)],
     ], page.items, show === "needs_person" ? "Nothing waits for a person." : "No orders."), pager(page, make)));
+}
+
+function conflicts(main, { cursor }, every) {
+  const make = (next) => query("#/orders", { show: "conflicts", cursor: next });
+  make.current = cursor;
+  const about = "They came under the key of another order and were refused; nothing was sent. The order that has the key stands.";
+  return refreshed(main, [title("Orders"), tabs("Orders", BOOKS, "#/orders?show=conflicts"), h("p", { class: "hint" }, about)], every, () => get(query("/v1/orders/conflicts", { cursor, limit: 50 })), (page) =>
+    h("div", { class: "card" }, table("Conflicts", [
+      ["Key", "", (c) => h("a", { class: "mono", href: `#/orders/${encodeURIComponent(c.idempotency_key)}`, id: `c-${c.id}` }, c.idempotency_key)], ["Instrument", "", (c) => c.instrument ?? "–"],
+      ["Came", "n", (c) => `${number(c.times)} ×`], ["By", "", (c) => (c.outbox_id ? h("a", { href: `#/messages/${c.outbox_id}` }, `message ${c.outbox_id}`) : "request")],
+      ["Its digest", "", (c) => h("span", { class: "mono", title: c.request_digest }, c.request_digest.slice(0, 12) || "–")], ["First", "nowrap", (c) => moment(c.first_seen_at)], ["Last", "nowrap", (c) => moment(c.last_seen_at)],
+    ], page.items, "No conflicts."), pager(page, make)));
 }
 
 export function order(main, { key }, every) {

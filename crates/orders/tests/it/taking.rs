@@ -45,7 +45,11 @@ async fn the_same_order_in_other_words_is_the_same(ground: Ground) {
     assert!(matches!(home.orders.place(vec![again]).await.unwrap()[0], Placed::Replayed(_)));
     assert_eq!(home.place_as("k", "1.0000000000000000001").await, Placed::Conflict);
     assert_eq!(home.place_as("k", "2").await, Placed::Conflict);
+    assert_eq!(home.place_as("k", "2").await, Placed::Conflict);
     assert_eq!(home.entry("k").await.replays, 1, "a conflict is no replay");
+    let noted = home.orders.conflicts(None, 10).await.unwrap();
+    let noted: Vec<_> = noted.iter().map(|c| (c.idempotency_key.as_str(), c.times, c.outbox_id)).collect();
+    assert_eq!(noted, [("k", 2, None), ("k", 1, None)], "each other order once, the newest first");
     // Keys are bytes: case and blanks make another.
     for other in ["K", "k ", " k"] {
         home.place(other).await;
@@ -165,6 +169,7 @@ async fn a_key_past_its_time_starts_clean(ground: Ground) {
     let Placed::Replayed(replayed) = home.place_as("k", "1").await else { panic!("a day before, it replays") };
     assert_eq!(replayed.response_payload_json, entry.response_payload_json);
     assert_eq!(home.place_as("k", "2").await, Placed::Conflict);
+    assert_eq!(home.count("order_conflicts").await, 1);
 
     expires_in(&home, "k", -1).await;
     assert!(home.orders.entry("k").await.unwrap().is_none(), "checked on read");
@@ -172,6 +177,7 @@ async fn a_key_past_its_time_starts_clean(ground: Ground) {
     let Placed::Accepted { outbox_id } = home.place_as("k", "7").await else { panic!("it starts clean") };
     assert_ne!(outbox_id, first);
     assert_eq!(home.count("outbox_done").await, 0, "the old message went with its entry");
+    assert_eq!(home.count("order_conflicts").await, 0, "and what was refused under it");
     home.work_until("k", "succeeded").await;
     assert_eq!(home.broker.executions("k"), 2, "two orders");
 

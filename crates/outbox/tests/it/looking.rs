@@ -1,7 +1,12 @@
 //! What people look at: searches and the pulse, the same on every store, and bounded.
 
-use postrider::NewMessage;
-use postrider::store::{Filter, Status};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use postrider::store::{Filter, Page, Status};
+use postrider::tx::Dialect;
+use postrider::{NewMessage, Outbox};
+use proving::watched::Watched;
 
 use crate::harness::{Database, on_every_store, retry, secs};
 
@@ -10,10 +15,12 @@ on_every_store! {
     the_dead_and_the_held_are_found_in_every_lane,
     the_pulse_tells_rates_holders_and_age,
     the_pulse_does_not_grow_with_what_there_is,
+    a_look_costs_no_more_for_a_lane_that_is_long_and_quiet,
+    pages_follow_each_other_through_all_there_is,
 }
 
 async fn found(db: &Database, filter: Filter) -> Vec<i64> {
-    db.outbox.list(Filter { limit: 10, ..filter }).await.unwrap().iter().map(|shown| shown.id).collect()
+    db.outbox.list(Filter { limit: 10, ..filter }).await.unwrap().messages.iter().map(|shown| shown.id).collect()
 }
 
 async fn keys_and_targets_are_found(db: Database) {
@@ -93,4 +100,132 @@ async fn the_pulse_does_not_grow_with_what_there_is(db: Database) {
     assert!(sent > 2_000, "{sent}");
     let rate = db.outbox.pulse(secs(1000)).await.unwrap().lanes["a"].sent_per_second;
     assert!(rate > 20.0, "1,000 of {sent} were looked at, which ended within moments, not {rate}/s");
+}
+
+/// So many live messages of a lane, written by SQL alone; the `ended` first of them have ended, one in six of those is dead.
+async fn fill(db: &Database, lane: &str, messages: u32, ended: u32) {
+    let digits = (0..10).map(|d| format!("SELECT {d} AS d")).collect::<Vec<_>>().join(" UNION ALL ");
+    let places: Vec<String> = (0..6).map(|n| format!("({digits}) p{n}")).collect();
+    let value: Vec<String> = (0..6).map(|n| format!("p{n}.d * {}", 10_u32.pow(n))).collect();
+    let series = format!("SELECT {} AS n FROM {}", value.join(" + "), places.join(", "));
+    let (now, target, payload) = match db.dialect {
+        Dialect::Sqlite => ("CAST(unixepoch('subsec') * 1000000 AS INTEGER)", "'t' || (n % 7)", "x'7b7d'"),
+        Dialect::Postgres => ("clock_timestamp()", "'t' || (n % 7)", "'{}'::bytea"),
+        Dialect::Mysql => ("UTC_TIMESTAMP(6)", "CONCAT('t', n % 7)", "x'7b7d'"),
+    };
+    let columns =
+        "lane, target, payload, shard_id, due_at, created_at, updated_at, attempts, crashes, lease_token, maybe_sent";
+    let no = if db.dialect == Dialect::Postgres { "FALSE" } else { "0" };
+    db.raw()
+        .await
+        .run(&format!(
+            "INSERT INTO outbox ({columns}) SELECT '{lane}', {target}, {payload}, 0, {now}, {now}, {now}, 0, 0, 0, {no}
+             FROM ({series}) s WHERE n < {messages}"
+        ))
+        .await
+        .unwrap();
+    let last = db.sql(&format!("SELECT id FROM outbox WHERE lane = '{lane}' ORDER BY id LIMIT 1 OFFSET {ended}")).await;
+    let below = last.first().map_or(i64::MAX, |row| row.int(0).unwrap());
+    let mut raw = db.raw().await;
+    for sql in [
+        format!(
+            "INSERT INTO outbox_done (id, {columns}, status, finished_at)
+             SELECT id, {columns}, CASE WHEN id % 6 = 0 THEN 'dead' ELSE 'sent' END, created_at FROM outbox WHERE lane = '{lane}' AND id < {below}"
+        ),
+        format!("DELETE FROM outbox WHERE lane = '{lane}' AND id < {below}"),
+        if db.dialect == Dialect::Mysql { "ANALYZE TABLE outbox, outbox_done" } else { "ANALYZE" }.to_owned(),
+    ] {
+        raw.run(&sql).await.unwrap();
+    }
+}
+
+fn of(lane: Option<&str>, status: Option<Status>) -> Filter {
+    Filter { lane: lane.map(str::to_owned), status, limit: 100, ..Filter::default() }
+}
+
+const STATUSES: [Option<Status>; 5] =
+    [None, Some(Status::Pending), Some(Status::Leased), Some(Status::Sent), Some(Status::Dead)];
+
+/// The lane is larger than a page may look at, and so is everything that came after it.
+async fn a_look_costs_no_more_for_a_lane_that_is_long_and_quiet(db: Database) {
+    fill(&db, "a", 300_000, 150_000).await;
+    fill(&db, "b", 300_000, 150_000).await;
+    db.claim("a", "w", 100).await;
+    let watched = Watched::over(db.outbox.store().clone(), &db.url);
+    let outbox = Outbox::new(watched.clone() as Arc<dyn postrider::store::Store>);
+    // A page looks at 50,000 rows at a time; each table has 300,000. SQLite counts some ten steps a row.
+    let most = if db.dialect == Dialect::Sqlite { 1_000_000 } else { 60_000 };
+    let check = |what: &str| {
+        for look in watched.take() {
+            assert!(look.cost < most, "{what}: {} looked at by {}", look.cost, look.sql);
+        }
+    };
+    for lane in [Some("a"), Some("b"), None] {
+        for status in STATUSES {
+            for (target, before) in [(None, None), (Some("t3"), None), (Some("nowhere"), None), (None, Some(250_000))] {
+                let filter = Filter { target: target.map(str::to_owned), before, ..of(lane, status) };
+                outbox.list(filter.clone()).await.unwrap();
+                check(&format!("{filter:?}"));
+            }
+        }
+    }
+    outbox.list(Filter { key: Some("k".to_owned()), ..of(None, None) }).await.unwrap();
+    outbox.show(7).await.unwrap();
+    check("by key and by id");
+    outbox.pulse(secs(3600)).await.unwrap();
+    check("the pulse");
+}
+
+async fn all_of(outbox: &Outbox, mut filter: Filter) -> Vec<i64> {
+    let mut ids: Vec<i64> = Vec::new();
+    loop {
+        let Page { messages, next } = outbox.list(filter.clone()).await.unwrap();
+        ids.extend(messages.iter().map(|m| m.id));
+        match next {
+            Some(next) => assert!(filter.before.is_none_or(|before| next < before), "{filter:?} goes on at {next}"),
+            None => return ids,
+        }
+        filter.before = next;
+    }
+}
+
+/// One lane that lies deep below another, one that is small, and one in the middle of which many are gone.
+async fn pages_follow_each_other_through_all_there_is(db: Database) {
+    fill(&db, "a", 30_000, 14_000).await;
+    fill(&db, "brief", 40, 20).await;
+    fill(&db, "b", 130_000, 60_000).await;
+    db.raw().await.run("DELETE FROM outbox WHERE lane = 'b' AND id % 400 <> 3").await.unwrap();
+    let held: BTreeSet<i64> = db.claim("a", "w", 100).await.iter().map(|m| m.id).collect();
+    for lane in [Some("a"), Some("b"), Some("brief"), None] {
+        for status in STATUSES {
+            for target in [None, Some("t3")] {
+                let filter = Filter { target: target.map(str::to_owned), limit: 1000, ..of(lane, status) };
+                let found = all_of(&db.outbox, filter).await;
+                let mut wanted: Vec<i64> = Vec::new();
+                for (table, of_status) in [("outbox", "1 = 1"), ("outbox_done", "status = ?")] {
+                    let mut sql = format!("SELECT id FROM {table} WHERE 1 = 1");
+                    sql.push_str(&lane.map_or(String::new(), |lane| format!(" AND lane = '{lane}'")));
+                    sql.push_str(&target.map_or(String::new(), |target| format!(" AND target = '{target}'")));
+                    let of_status = match status {
+                        Some(Status::Sent | Status::Dead) if table == "outbox" => continue,
+                        Some(Status::Pending | Status::Leased) if table == "outbox_done" => continue,
+                        Some(ended @ (Status::Sent | Status::Dead)) => {
+                            of_status.replace('?', &format!("'{}'", ended.as_str()))
+                        }
+                        _ => "1 = 1".to_owned(),
+                    };
+                    for row in db.sql(&format!("{sql} AND {of_status}")).await {
+                        wanted.push(row.int(0).unwrap());
+                    }
+                }
+                match status {
+                    Some(Status::Leased) => wanted.retain(|id| held.contains(id)),
+                    Some(Status::Pending) => wanted.retain(|id| !held.contains(id)),
+                    _ => {}
+                }
+                wanted.sort_unstable_by(|a, b| b.cmp(a));
+                assert!(found == wanted, "{lane:?} {status:?} {target:?}: {} of {}", found.len(), wanted.len());
+            }
+        }
+    }
 }

@@ -61,7 +61,7 @@ async fn stats(outbox: &Outbox, output: Output) -> Result<Ending> {
 }
 
 async fn list(outbox: &Outbox, args: cli::List, output: Output) -> Result<Ending> {
-    let filter = Filter {
+    let mut filter = Filter {
         lane: args.lane,
         status: args.status,
         before: args.before,
@@ -69,8 +69,17 @@ async fn list(outbox: &Outbox, args: cli::List, output: Output) -> Result<Ending
         target: args.target,
         limit: args.limit,
     };
-    let items = outbox.list(filter).await?;
-    let next = items.last().filter(|_| items.len() == args.limit as usize).map(|last| last.id);
+    let mut items = Vec::new();
+    // A page looks only so far; whoever waits at a terminal wants all of it.
+    let next = loop {
+        let page = outbox.list(filter.clone()).await?;
+        items.extend(page.messages);
+        filter.limit = args.limit - items.len() as u32;
+        filter.before = page.next;
+        if filter.limit == 0 || page.next.is_none() {
+            break page.next;
+        }
+    };
     output.show(&json!({ "items": items, "next_cursor": next.map(|id| id.to_string()) }), || {
         if items.is_empty() {
             return "no messages".to_owned();
@@ -201,18 +210,13 @@ async fn requeue(outbox: &Outbox, args: cli::Requeue, output: Output) -> Result<
 
 /// All dead messages of a lane, oldest first.
 async fn dead_ids(outbox: &Outbox, lane: &str) -> Result<Vec<i64>> {
-    let mut ids: Vec<i64> = Vec::new();
+    let dead = Filter { lane: Some(lane.to_owned()), status: Some(Status::Dead), limit: PAGE, ..Filter::default() };
+    let (mut ids, mut before) = (Vec::new(), None);
     loop {
-        let filter = Filter {
-            lane: Some(lane.to_owned()),
-            status: Some(Status::Dead),
-            before: ids.last().copied(),
-            limit: PAGE,
-            ..Filter::default()
-        };
-        let page = outbox.list(filter).await?;
-        ids.extend(page.iter().map(|m| m.id));
-        if page.len() < PAGE as usize {
+        let page = outbox.list(Filter { before, ..dead.clone() }).await?;
+        ids.extend(page.messages.iter().map(|m| m.id));
+        before = page.next;
+        if before.is_none() {
             ids.reverse();
             return Ok(ids);
         }

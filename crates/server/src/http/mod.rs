@@ -168,6 +168,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         OpenApiRouter::new()
             .routes(routes!(orders::show))
             .routes(routes!(orders::list))
+            .routes(routes!(orders::conflicts))
             .routes(routes!(orders::ledger)),
     );
     let settle = of_lane(

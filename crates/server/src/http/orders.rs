@@ -10,7 +10,8 @@ use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header::CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use postrider_orders::{
-    By, ByHand, Entry, Invalid, LANE, LedgerEvent, Listed, NewOrder, Order, Placed, Reopened, Status, Which, check_key,
+    By, ByHand, Conflict, Entry, Invalid, LANE, LedgerEvent, Listed, NewOrder, Order, Placed, Reopened, Status, Which,
+    check_key,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -398,8 +399,8 @@ listing!(OrderList, OrderRow);
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct OrderQuery {
-    /// `all`, `failed`, `needs_person` or `conflicts`.
-    #[param(pattern = "^(all|failed|needs_person|conflicts)$", default = "all")]
+    /// `all`, `failed` or `needs_person`.
+    #[param(pattern = "^(all|failed|needs_person)$", default = "all")]
     show: Option<String>,
     #[param(minimum = 1, maximum = 1000, default = 50)]
     limit: Option<u32>,
@@ -422,16 +423,76 @@ pub async fn list(
         "all" => Which::All,
         "failed" => Which::Failed,
         "needs_person" => Which::NeedsPerson,
-        "conflicts" => Which::Conflicts,
         other => {
-            let what = format!("`{other}` is nothing to show; there are all, failed, needs_person and conflicts");
+            let what = format!("`{other}` is nothing to show; there are all, failed and needs_person");
             return Err(Refusal::invalid(what));
         }
     };
     let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
-    let orders = app.orders.list(which, before, limit).await?;
-    let next_cursor = cursor(orders.last().filter(|_| orders.len() == limit as usize).map(|last| last.message.id));
-    Ok(Json(OrderList { items: orders.into_iter().map(OrderRow::from).collect(), next_cursor }))
+    let (orders, next) = app.orders.list(which, before, limit).await?;
+    Ok(Json(OrderList { items: orders.into_iter().map(OrderRow::from).collect(), next_cursor: cursor(next) }))
+}
+
+/// An order that came under the key of another and was refused.
+#[derive(Serialize, ToSchema)]
+pub struct ConflictRow {
+    id: i64,
+    idempotency_key: String,
+    /// SHA-256 of the refused order; the ledger's entry has that of the one that stands.
+    request_digest: String,
+    instrument: Option<String>,
+    /// Its message, if it came by the outbox and not by a request.
+    outbox_id: Option<i64>,
+    /// How often it came.
+    times: i64,
+    first_seen_at: String,
+    last_seen_at: String,
+}
+
+impl From<Conflict> for ConflictRow {
+    fn from(conflict: Conflict) -> Self {
+        ConflictRow {
+            id: conflict.id,
+            idempotency_key: conflict.idempotency_key,
+            request_digest: conflict.request_digest,
+            instrument: conflict.instrument,
+            outbox_id: conflict.outbox_id,
+            times: conflict.times,
+            first_seen_at: conflict.first_seen_at.to_string(),
+            last_seen_at: conflict.last_seen_at.to_string(),
+        }
+    }
+}
+
+listing!(ConflictList, ConflictRow);
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct ConflictQuery {
+    #[param(minimum = 1, maximum = 1000, default = 50)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    #[param(pattern = "^[0-9]{1,18}$")]
+    cursor: Option<String>,
+}
+
+/// List orders that were refused because their key belongs to another, the newest first
+///
+/// They are kept as long as the order that has the key.
+#[utoipa::path(
+    get, path = "/v1/orders/conflicts", tag = "orders", params(ConflictQuery),
+    responses((status = 200, description = "A page of them", body = ConflictList))
+)]
+pub async fn conflicts(
+    State(app): State<Arc<App>>,
+    query: Result<Query<ConflictQuery>, QueryRejection>,
+) -> Result<Json<ConflictList>, Refusal> {
+    let query = query?.0;
+    let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
+    let found = app.orders.conflicts(before, limit).await?;
+    let next_cursor = cursor(found.last().filter(|_| found.len() == limit as usize).map(|last| last.id));
+    Ok(Json(ConflictList { items: found.into_iter().map(ConflictRow::from).collect(), next_cursor }))
 }
 
 fn by(caller: &Caller, reason: &str) -> By {

@@ -347,7 +347,7 @@ pub struct ListQuery {
     /// Only the message with this key or active key.
     #[param(max_length = 255)]
     key: Option<String>,
-    /// Only this target, among the newest 50,000 messages.
+    /// Only this target. A page searches 50,000 messages; the next one goes on.
     #[param(max_length = 255)]
     target: Option<String>,
     /// At most this many.
@@ -359,6 +359,9 @@ pub struct ListQuery {
 }
 
 /// List messages, newest first
+///
+/// A page looks at a bounded number of messages. One with fewer than `limit` items and a `next_cursor` has not seen all: what
+/// is older is on the next.
 #[utoipa::path(
     get, path = "/v1/outbox", tag = "outbox", params(ListQuery),
     responses((status = 200, description = "A page of them", body = MessageList))
@@ -385,9 +388,9 @@ pub async fn list(
     if [&key, &target].into_iter().flatten().any(|text| text.contains('\0')) {
         return Err(Refusal::invalid("a key or a target has no NUL".to_owned()));
     }
-    let items = app.outbox.list(Filter { lane, status, before, key, target, limit }).await?;
-    let next_cursor = cursor(items.last().filter(|_| items.len() == limit as usize).map(|last| last.id));
-    Ok(Json(MessageList { items: items.into_iter().map(MessageView::from).collect(), next_cursor }))
+    let page = app.outbox.list(Filter { lane, status, before, key, target, limit }).await?;
+    let items = page.messages.into_iter().map(MessageView::from).collect();
+    Ok(Json(MessageList { items, next_cursor: cursor(page.next) }))
 }
 
 async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, Vec<Attempt>), Refusal> {

@@ -37,7 +37,9 @@ fn prepare(home: &Home, receiver: &Receiver, more: &str) {
 fn ended(runtime: &Runtime, home: &Home) -> HashMap<i64, Shown> {
     let outbox = runtime.block_on(Outbox::open(&url(home), lanes())).unwrap();
     let filter = Filter { limit: 1_000_000, ..Filter::default() };
-    runtime.block_on(outbox.list(filter)).unwrap().into_iter().map(|shown| (shown.id, shown)).collect()
+    let page = runtime.block_on(outbox.list(filter)).unwrap();
+    assert_eq!(page.next, None, "more than one page");
+    page.messages.into_iter().map(|shown| (shown.id, shown)).collect()
 }
 
 fn takeovers(runtime: &Runtime, home: &Home, id: i64) -> usize {

@@ -594,7 +594,20 @@ fn over_http_orders_are_listed_brought_back_and_settled() {
     };
     assert_eq!(keys("all"), ["bad", "good"]);
     assert_eq!(keys("failed"), ["bad"]);
-    assert_eq!((keys("needs_person"), keys("conflicts")), (vec![], vec![]));
+    assert_eq!(keys("needs_person"), Vec::<String>::new());
+    let conflicts = |query: &str| server.get(&format!("/v1/orders/conflicts{query}")).answered(200).json();
+    assert_eq!(conflicts("")["items"], json!([]));
+    for (key, tag) in [("good", "other"), ("good", "other"), ("bad", "other")] {
+        server.post("/do/order", &[json, ("Idempotency-Key", key)], &order(json!([tag]))).answered(409);
+    }
+    let page = conflicts("?limit=1");
+    let (bad, good) = (&page["items"][0], &conflicts(&format!("?cursor={}", page["next_cursor"].as_str().unwrap())));
+    assert_eq!((&bad["idempotency_key"], &bad["times"], &bad["outbox_id"]), (&json!("bad"), &json!(1), &Value::Null));
+    let good = &good["items"][0];
+    assert_eq!((&good["idempotency_key"], &good["times"]), (&json!("good"), &json!(2)), "the same one twice is one");
+    assert_eq!(good["instrument"], "AAPL");
+    assert_ne!(good["request_digest"], server.get("/v1/ledger/good").answered(200).json()["request_digest"]);
+    assert_eq!((state("good"), state("bad")), (json!("succeeded"), json!("failed")), "what stands, stands");
     server.get("/v1/orders?show=some").refused(400, "INVALID_REQUEST");
 
     let refused = |path: &str, body: &str, status: u16, code: &str| {
