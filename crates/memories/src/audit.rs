@@ -1,5 +1,6 @@
 //! The audit of the gateway's own writes, in two phases: `pending` before the memory service is called, then how it ended.
 
+use postrider::paging::{self, Candidates, Page, Rows, Wanted};
 use postrider::tx::{Dialect, Row, Tx, Value};
 use postrider::{Result, Timestamp};
 use serde::Serialize;
@@ -138,32 +139,28 @@ pub struct AuditFilter {
     pub status: Option<String>,
     /// Only rows with a smaller id: a page goes on where the last one ended.
     pub before: Option<i64>,
-    pub limit: usize,
+    pub limit: u32,
 }
 
 /// Newest first.
-pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &AuditFilter) -> Result<Vec<AuditRow>> {
-    let mut condition = "1 = 1".to_owned();
-    let mut params = Vec::new();
-    let wanted = [
-        ("correlation_id = ?", filter.correlation_id.as_deref().map(Value::from)),
-        ("outbox_id = ?", filter.outbox_id.map(Value::from)),
-        ("status = ?", filter.status.as_deref().map(Value::from)),
-        ("audit_id < ?", filter.before.map(Value::from)),
-    ];
-    for (part, value) in wanted {
-        if let Some(value) = value {
-            condition.push_str(&format!(" AND {part}"));
-            params.push(value);
-        }
-    }
+pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &AuditFilter) -> Result<Page<AuditRow>> {
+    let AuditFilter { correlation_id, outbox_id, status, before, limit } = filter.clone();
+    let by = |column: &str, value: Value| {
+        vec![Candidates::new(format!("SELECT audit_id FROM write_audit WHERE {column} = ?"), [value])]
+    };
+    let candidates = match (outbox_id, correlation_id.clone()) {
+        (Some(id), _) => by("outbox_id", id.into()),
+        (None, Some(id)) => by("correlation_id", id.into()),
+        (None, None) => vec![],
+    };
+    let few = paging::few(tx, &candidates).await?;
     let json = if tx.dialect() == Dialect::Postgres { "evidence_refs_json::text" } else { "evidence_refs_json" };
-    let sql = format!(
-        "SELECT audit_id, created_at, updated_at, actor_user_id, target_space, action, reason, status, payload_sha, correlation_id, outbox_id, {json}
-         FROM write_audit WHERE {condition} ORDER BY audit_id DESC LIMIT {}",
-        filter.limit
+    let columns = format!(
+        "audit_id, created_at, updated_at, actor_user_id, target_space, action, reason, status, payload_sha, correlation_id, outbox_id, {json}"
     );
-    tx.query(&sql, &params).await?.iter().map(shown).collect()
+    let wanted = Wanted::default().is("correlation_id", correlation_id).is("outbox_id", outbox_id).is("status", status);
+    let rows = Rows { table: "write_audit", id: "audit_id", columns, bound: vec![], wanted };
+    paging::page(tx, &rows, few, before, limit).await?.read(shown)
 }
 
 fn shown(row: &Row) -> Result<AuditRow> {

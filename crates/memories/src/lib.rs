@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use postrider::alerts::Alerts;
 use postrider::backoff::Backoff;
+use postrider::paging::Page;
 use postrider::store::{Mode, transact};
 use postrider::tx::{BoxFuture, Tx};
 use postrider::worker::core::LaneSettings;
@@ -149,7 +150,7 @@ impl Memories {
     }
 
     /// The audit, newest first.
-    pub async fn audit(&self, filter: AuditFilter) -> Result<Vec<AuditRow>> {
+    pub async fn audit(&self, filter: AuditFilter) -> Result<Page<AuditRow>> {
         self.transact(Mode::Read, move |tx| {
             let filter = filter.clone();
             Box::pin(async move { audit::list(tx, &filter).await })

@@ -232,7 +232,7 @@ async fn pending(
     since: Option<Timestamp>,
 ) -> Result<Vec<(i64, Timestamp)>> {
     let mut params = Vec::new();
-    let before = tx.now().plus(-micros_of(patience), &mut params);
+    let before = tx.now().bound(-micros_of(patience), &mut params);
     let from = since.map_or("", |_| " AND created_at >= ?");
     params.extend(since.map(Value::from));
     let sql = format!(

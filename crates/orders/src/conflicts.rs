@@ -1,6 +1,7 @@
 //! Orders that came under the key of another. They are refused; that they came is kept as long as the other one is
 //! remembered, for whoever has to find out why.
 
+use postrider::paging::Page;
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, Value};
 use postrider::{Result, Timestamp};
@@ -24,12 +25,12 @@ pub struct Conflict {
 
 impl Orders {
     /// The newest conflicts with ids below `before`, at most `limit`.
-    pub async fn conflicts(&self, before: Option<i64>, limit: u32) -> Result<Vec<Conflict>> {
+    pub async fn conflicts(&self, before: Option<i64>, limit: u32) -> Result<Page<Conflict>> {
         let found = self.transact(Mode::Read, move |tx| {
             Box::pin(async move {
                 let sql = format!(
                     "SELECT id, idempotency_key, request_digest, instrument, outbox_id, times, first_seen_at, last_seen_at
-                     FROM order_conflicts WHERE id < ? ORDER BY id DESC LIMIT {limit}"
+                     FROM order_conflicts WHERE id < ? ORDER BY id DESC LIMIT {}", limit + 1
                 );
                 let rows = tx.query(&sql, &[before.unwrap_or(i64::MAX).into()]).await?;
                 let conflict = |row: &postrider::tx::Row| {
@@ -47,7 +48,7 @@ impl Orders {
                 rows.iter().map(conflict).collect::<Result<Vec<_>>>()
             })
         });
-        found.await
+        Ok(Page::of(found.await?, limit as usize, |conflict| conflict.id))
     }
 }
 

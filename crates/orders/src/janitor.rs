@@ -27,15 +27,14 @@ impl Orders {
 
 async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     let mut params = Vec::new();
-    let now = tx.now().plus(0, &mut params);
+    let now = tx.now().bound(0, &mut params);
     let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
     // By the kernel's key, which lasts as long as the entry and is written at the order's end: an index on the entries
     // themselves would cost every order that comes in.
     let column = ledger::key_column(tx.dialect());
-    // By the expiry, not by the lane: SQLite has no statistics to tell it which is the better way.
-    let lane = if tx.dialect() == Dialect::Sqlite { "+lane" } else { "lane" };
+    // By the expiry, not by the lane, whatever is known of how many keys it has.
     let sql = format!(
-        "SELECT {column} FROM outbox_keys WHERE {lane} = '{LANE}' AND expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
+        "SELECT {column} FROM outbox_keys WHERE NULLIF(lane, NULL) = '{LANE}' AND expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
     );
     let rows = tx.query(&sql, &params).await?;
     let mut keys: Vec<String> = rows.iter().map(|row| row.text(0)).collect::<Result<_>>()?;

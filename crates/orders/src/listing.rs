@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use postrider::store::{Filter, Mode, Page, Shown, Status as MessageStatus};
+use postrider::paging::Page;
+use postrider::store::{Filter, Mode, Shown, Status as MessageStatus};
 use postrider::tx::Value;
 use postrider::{Result, Timestamp};
 
@@ -33,22 +34,21 @@ pub struct Listed {
 const SEARCHED: u32 = 10_000;
 
 impl Orders {
-    /// Those with messages below `before`, at most `limit`; and where the next page begins.
-    pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<(Vec<Listed>, Option<i64>)> {
+    /// Those with messages below `before`, at most `limit`.
+    pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<Page<Listed>> {
         let lane = Filter { lane: Some(LANE.to_owned()), before, limit, ..Filter::default() };
         let outbox = &self.0.outbox;
         let conflict = |message: &Shown| message.last_error_code.as_deref() == Some(code::CONFLICT);
-        let Page { messages, next } = match which {
+        let Page { items: messages, next } = match which {
             Which::All => outbox.list(lane).await?,
             Which::Failed => outbox.list(Filter { status: Some(MessageStatus::Dead), ..lane }).await?,
             Which::NeedsPerson => {
-                let ids = self.parked(before, limit).await?;
-                let next = ids.last().copied().filter(|_| ids.len() == limit as usize);
+                let Page { items, next } = Page::of(self.parked(before, limit + 1).await?, limit as usize, |id| *id);
                 let mut messages = Vec::new();
-                for id in ids {
+                for id in items {
                     messages.extend(outbox.show(id).await?.map(|(message, _)| message));
                 }
-                Page { messages, next }
+                Page { items: messages, next }
             }
         };
         let keys: Vec<String> = messages.iter().filter(|m| !conflict(m)).filter_map(|m| m.active_key.clone()).collect();
@@ -58,7 +58,7 @@ impl Orders {
             let entry = own.and_then(|key| entries.remove(key));
             Listed { message, entry }
         });
-        Ok((listed.collect(), next))
+        Ok(Page { items: listed.collect(), next })
     }
 
     async fn entries(&self, keys: Vec<String>) -> Result<HashMap<String, Entry>> {
@@ -81,7 +81,7 @@ impl Orders {
                 let mut ids = Vec::new();
                 for shard in 0..shards {
                     let mut params: Vec<Value> = vec![LANE.into(), shard.into()];
-                    let far = tx.now().plus((PARKED_FOR / 2).as_micros() as i64, &mut params);
+                    let far = tx.now().bound((PARKED_FOR / 2).as_micros() as i64, &mut params);
                     params.extend([code::NEEDS_RECONCILE.into(), before.unwrap_or(i64::MAX).into()]);
                     let sql = format!(
                         "SELECT id FROM (SELECT id, last_error_code FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far}

@@ -121,7 +121,7 @@ pub(crate) async fn wake_waiting(
     let skip = if tx.dialect() == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
     for shard in 0..shards {
         let mut params: Vec<Value> = vec![lane.into(), shard.into()];
-        let now = tx.now().plus(0, &mut params);
+        let now = tx.now().bound(0, &mut params);
         let sql = format!(
             "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {now} AND locked_by IS NULL{only}
              ORDER BY due_at, id LIMIT {}{skip}",
@@ -257,9 +257,13 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
     // Status by status, so that each is a range on `idx_done`.
     for status in ["sent", "dead"] {
         let mut params = vec![lane.into()];
-        let old = tx.now().plus(-micros_of(prune.older_than), &mut params);
+        let old = tx.now().bound(-micros_of(prune.older_than), &mut params);
         let what = if prune.dry_run { "COUNT(*)" } else { "id" };
-        let limit = if prune.dry_run { String::new() } else { format!(" LIMIT {}", prune.limit as usize - ids.len()) };
+        let limit = if prune.dry_run {
+            String::new()
+        } else {
+            format!(" ORDER BY finished_at LIMIT {}", prune.limit as usize - ids.len())
+        };
         let sql = format!(
             "SELECT {what} FROM outbox_done WHERE lane = ? AND status = '{status}' AND finished_at < {old}{limit}{skip}"
         );
@@ -288,22 +292,29 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
     Ok(Pruned { messages, keys: prune_keys(tx, lane, prune).await? })
 }
 
+/// What the database's clock says.
+pub(crate) async fn clock(tx: &mut (dyn Tx + Send)) -> Result<Timestamp> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    let rows = tx.query(&format!("SELECT {now}"), &params).await?;
+    rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))
+}
+
 /// Keys go by their own expiry, never while their message is live.
 async fn prune_keys(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Result<u64> {
     let dialect = tx.dialect();
     let column = if dialect == Dialect::Mysql { "k.`key`" } else { "k.key" };
-    let mut params: Vec<Value> = vec![lane.into()];
-    let now = tx.now().plus(0, &mut params);
+    // As a value: PostgreSQL then knows how few keys are over, and takes the index that tells which.
+    let params: Vec<Value> = vec![lane.into(), clock(tx).await?.into()];
     let skip = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
-    let expired = format!(
-        "FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < {now}
-         AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id)"
-    );
+    // By the expiry, not by the lane, whatever is known of how many keys it has.
+    let expired = "FROM outbox_keys k WHERE NULLIF(k.lane, NULL) = ? AND k.expires_at < ?
+                   AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id)";
     if prune.dry_run {
         let rows = tx.query(&format!("SELECT COUNT(*) {expired}"), &params).await?;
         return Ok(rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0) as u64);
     }
-    let sql = format!("SELECT k.lane, {column} {expired} LIMIT {}{skip}", prune.limit);
+    let sql = format!("SELECT k.lane, {column} {expired} ORDER BY k.expires_at LIMIT {}{skip}", prune.limit);
     let rows = tx.query(&sql, &params).await?;
     let column = column.trim_start_matches("k.");
     let mut gone = 0;
@@ -326,7 +337,7 @@ pub(crate) async fn check_dedup(
     let mut hits = Vec::with_capacity(probes.len());
     for (target, sha) in probes {
         let mut params = vec![lane.into(), sha.as_slice().into()];
-        let since = tx.now().plus(-micros_of(retention), &mut params);
+        let since = tx.now().bound(-micros_of(retention), &mut params);
         let target_is = if target.is_some() { "target = ?" } else { "target IS NULL" };
         params.extend(target.as_ref().map(Value::from));
         let sql = format!(

@@ -64,7 +64,7 @@ impl Inbox {
     /// entries for longer than any sender goes on trying.
     pub async fn forget<T: Tx + ?Sized>(tx: &mut T, older_than: Duration) -> Result<u64> {
         let mut params = Vec::with_capacity(2);
-        let before = tx.now().plus(-micros_of(older_than.min(LONGEST)), &mut params);
+        let before = tx.now().bound(-micros_of(older_than.min(LONGEST)), &mut params);
         params.push(FORGET_ROWS.into());
         let oldest = format!("WHERE received_at < {before} ORDER BY received_at LIMIT ?");
         let sql = match tx.dialect() {

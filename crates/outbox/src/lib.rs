@@ -21,6 +21,7 @@ pub mod lease;
 pub mod message;
 pub mod observe;
 pub mod outcome;
+pub mod paging;
 pub mod permit;
 pub mod pulse;
 pub mod store;

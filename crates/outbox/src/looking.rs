@@ -1,21 +1,14 @@
-//! Messages as people look at them: lists, one message, its payload. A page costs so many rows and no more, however many
-//! messages there are and wherever those wanted lie; where that is not enough to fill it, it says how far it has looked.
+//! Messages as people look at them: lists, one message, its payload. Nothing here costs more when there is more of it.
 
 use crate::cold::lane_names;
 use crate::error::Result;
 use crate::message::hex;
-use crate::settle::in_ids;
-use crate::store::{Attempt, Filter, Page, Shown, Status};
+use crate::paging::{self, Candidates, Page, Rows, Wanted};
+use crate::store::{Attempt, Filter, Shown, Status};
 use crate::tx::{Dialect, Row, Tx, Value};
 
-/// Rows of a table that one page looks at, from its beginning.
-const SEARCHED: i64 = 50_000;
-/// Up to so many candidates are found by an index, whatever their ids.
-const FEW: usize = 5_000;
 /// Due rows of a lane that are looked at for leases.
 const HEAD: i64 = 20_000;
-/// Candidates fetched at a time.
-const CHUNK: usize = 500;
 
 const SHOWN: &str = "id, lane, shard_id, attempts, crashes, maybe_sent, lease_token, due_at, lease_until, locked_by, target, active_key, \
                      payload_sha, content_type, last_error_code, last_error, correlation_id, created_at, deliver_before, locked_at, ";
@@ -61,53 +54,41 @@ fn shown(row: &Row) -> Result<Shown> {
     })
 }
 
-/// Live or ended messages that match `condition`; one table at a time, so that each uses its own index.
-async fn select_shown(
-    tx: &mut (dyn Tx + Send),
-    done: bool,
-    condition: &str,
-    mut params: Vec<Value>,
-    tail: &str,
-) -> Result<Vec<Shown>> {
-    let length = payload_length(tx.dialect());
+/// Live or ended messages; one table at a time, so that each uses its own index.
+fn rows(tx: &mut (dyn Tx + Send), done: bool, wanted: Wanted) -> Rows<'static> {
     let mut bound = Vec::new();
     let (table, rest) = if done {
         ("outbox_done", "status, result_ref, finished_at, NULL".to_owned())
     } else {
         ("outbox", format!("NULL, NULL, NULL, {}", tx.now().plus(0, &mut bound)))
     };
-    bound.append(&mut params);
-    let sql = format!("SELECT {SHOWN}{length}, {rest} FROM {table} WHERE {condition}{tail}");
-    tx.query(&sql, &bound).await?.iter().map(shown).collect()
+    Rows { table, id: "id", columns: format!("{SHOWN}{}, {rest}", payload_length(tx.dialect())), bound, wanted }
 }
 
 /// A page, the newest first.
-pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Page> {
+pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Page<Shown>> {
     if let Some(key) = &filter.key {
         return by_key(tx, key, filter).await;
     }
-    let limit = filter.limit as usize;
     let (mut messages, mut down_to) = (Vec::new(), 0);
     for done in [false, true] {
         let ended = matches!(filter.status, Some(Status::Sent | Status::Dead));
         if filter.status.is_some() && ended != done {
             continue;
         }
-        match few(tx, filter, done).await? {
-            Some(ids) => messages.extend(among(tx, filter, done, ids).await?),
-            None => {
-                let (found, searched) = newest(tx, filter, done).await?;
-                messages.extend(found);
-                down_to = down_to.max(searched);
-            }
+        let few = few(tx, filter, done).await?;
+        let wanted = wanted(tx, filter);
+        let rows = rows(tx, done, wanted);
+        let (found, searched) = paging::part(tx, &rows, few, filter.before, filter.limit + 1).await?;
+        for row in &found {
+            messages.push(shown(row)?);
         }
+        down_to = down_to.max(searched);
     }
     // What is older than where the search ended comes with what is still to be found there.
     messages.retain(|message| message.id > down_to);
     messages.sort_by_key(|message| std::cmp::Reverse(message.id));
-    messages.truncate(limit);
-    let full = messages.last().filter(|_| messages.len() == limit).map(|last| last.id);
-    Ok(Page { next: full.or((down_to > 0).then_some(down_to + 1)), messages })
+    Ok(Page::of(messages, filter.limit as usize, |message| message.id).looked_down_to(down_to))
 }
 
 /// All candidates of one table, if an index knows them and they are few.
@@ -117,126 +98,45 @@ async fn few(tx: &mut (dyn Tx + Send), filter: &Filter, done: bool) -> Result<Op
         (None, Some(Status::Dead | Status::Leased)) => lane_names(tx).await?,
         (None, _) => return Ok(None),
     };
-    let mut ids = Vec::new();
-    for lane in &lanes {
-        if filter.status == Some(Status::Leased) {
-            ids.extend(held_at_head(tx, lane).await?);
-            continue;
+    if filter.status == Some(Status::Leased) {
+        let mut held = Vec::new();
+        for lane in &lanes {
+            held.extend(held_at_head(tx, lane).await?);
         }
-        let of_live = ["SELECT id FROM outbox WHERE lane = ? ORDER BY shard_id, due_at, id".to_owned()];
-        let of_done = ["sent", "dead"]
-            .into_iter()
-            .filter(|status| filter.status.is_none_or(|wanted| wanted.as_str() == *status))
-            .map(|status| {
-                format!("SELECT id FROM outbox_done WHERE lane = ? AND status = '{status}' ORDER BY finished_at DESC, id DESC")
-            });
-        let queries: Vec<String> = if done { of_done.collect() } else { of_live.into() };
-        // In the order of their index, so that no other is as cheap.
-        for sql in queries {
-            let sql = format!("{sql} LIMIT {}", FEW + 1 - ids.len());
-            for row in tx.query(&sql, &[lane.into()]).await? {
-                ids.push(row.int(0)?);
-            }
-            if ids.len() > FEW {
-                return Ok(None);
+        return Ok(Some(held));
+    }
+    let mut candidates = Vec::new();
+    for lane in lanes {
+        let mut of = |sql: &str| candidates.push(Candidates::new(sql, [lane.as_str().into()]));
+        if !done {
+            of("SELECT id FROM outbox WHERE lane = ? ORDER BY shard_id, due_at, id");
+        }
+        for status in ["sent", "dead"].into_iter().filter(|_| done) {
+            if filter.status.is_none_or(|wanted| wanted.as_str() == status) {
+                let order = "ORDER BY finished_at DESC, id DESC";
+                of(&format!("SELECT id FROM outbox_done WHERE lane = ? AND status = '{status}' {order}"));
             }
         }
     }
-    Ok(Some(ids))
+    paging::few(tx, &candidates).await
 }
 
-/// A page of those with these ids.
-async fn among(tx: &mut (dyn Tx + Send), filter: &Filter, done: bool, mut ids: Vec<i64>) -> Result<Vec<Shown>> {
-    ids.retain(|id| filter.before.is_none_or(|before| *id < before));
-    ids.sort_unstable_by(|a, b| b.cmp(a));
-    let mut found = Vec::new();
-    for chunk in ids.chunks(CHUNK.max(filter.limit as usize)) {
-        let (mut condition, mut params) = condition(tx, filter);
-        let list = in_ids(tx.dialect(), chunk, &mut params);
-        condition.push_str(&format!(" AND id {list}"));
-        let tail = format!(" ORDER BY id DESC LIMIT {}", filter.limit as usize - found.len());
-        found.extend(select_shown(tx, done, &condition, params, &tail).await?);
-        if found.len() == filter.limit as usize {
-            break;
-        }
-    }
-    Ok(found)
-}
-
-/// A page of the newest, and the id down to which it is all there is; 0 if that is all.
-async fn newest(tx: &mut (dyn Tx + Send), filter: &Filter, done: bool) -> Result<(Vec<Shown>, i64)> {
-    let table = if done { "outbox_done" } else { "outbox" };
-    let limit = filter.limit as usize;
-    let top = match filter.before {
-        Some(before) => before,
-        None => {
-            let rows = tx.query(&format!("SELECT MAX(id) FROM {table}"), &[]).await?;
-            rows.first().map(|row| row.opt_int(0)).transpose()?.flatten().unwrap_or(0).saturating_add(1)
-        }
-    };
-    let near = top.saturating_sub(SEARCHED);
-    let mut found = between(tx, filter, done, near, top, limit).await?;
-    let mut down_to = near;
-    if found.len() < limit {
-        // So many rows, not so many ids: of some only a few are left.
-        let sql = format!("SELECT id FROM {table} WHERE id < ? ORDER BY id DESC LIMIT 1 OFFSET {SEARCHED}");
-        let rows = tx.query(&sql, &[top.into()]).await?;
-        down_to = rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0);
-        if down_to < near {
-            found.extend(between(tx, filter, done, down_to, near + 1, limit - found.len()).await?);
-        }
-    }
-    let end = found.last().filter(|_| found.len() == limit).map_or(down_to, |last| last.id - 1);
-    Ok((found, end))
-}
-
-/// Those with ids above `floor` and below `top`. The lane's own index is kept out of it: it knows no order of ids.
-async fn between(
-    tx: &mut (dyn Tx + Send),
-    filter: &Filter,
-    done: bool,
-    floor: i64,
-    top: i64,
-    limit: usize,
-) -> Result<Vec<Shown>> {
-    let (mut condition, mut params) = condition(tx, filter);
-    if let Some(lane) = &filter.lane {
-        condition.push_str(match tx.dialect() {
-            Dialect::Sqlite => " AND +lane = ?",
-            Dialect::Postgres => " AND lane || '' = ?",
-            Dialect::Mysql => " AND CONCAT(lane) = ?",
-        });
-        params.push(lane.into());
-    }
-    condition.push_str(" AND id > ? AND id < ?");
-    params.extend([floor.into(), top.into()]);
-    select_shown(tx, done, &condition, params, &format!(" ORDER BY id DESC LIMIT {limit}")).await
-}
-
-/// What the filter asks of a row, besides its lane and its id.
-fn condition(tx: &mut (dyn Tx + Send), filter: &Filter) -> (String, Vec<Value>) {
-    let mut condition = "1 = 1".to_owned();
-    let mut params: Vec<Value> = Vec::new();
-    if let Some(target) = &filter.target {
-        condition.push_str(" AND target = ?");
-        params.push(target.into());
-    }
+/// What the filter asks of a row.
+fn wanted(tx: &mut (dyn Tx + Send), filter: &Filter) -> Wanted {
+    let wanted = Wanted::default().is("lane", filter.lane.as_deref()).is("target", filter.target.as_deref());
+    let mut params = Vec::new();
     match filter.status {
-        Some(status @ (Status::Sent | Status::Dead)) => {
-            condition.push_str(" AND status = ?");
-            params.push(status.as_str().into());
-        }
+        Some(status @ (Status::Sent | Status::Dead)) => wanted.is("status", Some(status.as_str())),
         Some(Status::Leased) => {
             let now = tx.now().plus(0, &mut params);
-            condition.push_str(&format!(" AND lease_until >= {now}"));
+            wanted.and(&format!("lease_until >= {now}"), params)
         }
         Some(Status::Pending) => {
             let now = tx.now().plus(0, &mut params);
-            condition.push_str(&format!(" AND (lease_until IS NULL OR lease_until < {now})"));
+            wanted.and(&format!("(lease_until IS NULL OR lease_until < {now})"), params)
         }
-        None => {}
+        None => wanted,
     }
-    (condition, params)
 }
 
 /// What is held of a lane. No index knows leases, but they are at the head: due rows in the order of claims.
@@ -260,7 +160,7 @@ async fn held_at_head(tx: &mut (dyn Tx + Send), lane: &str) -> Result<Vec<i64>> 
 }
 
 /// The message that has this key or active key, in each lane or in one.
-async fn by_key(tx: &mut (dyn Tx + Send), key: &str, filter: &Filter) -> Result<Page> {
+async fn by_key(tx: &mut (dyn Tx + Send), key: &str, filter: &Filter) -> Result<Page<Shown>> {
     let lanes = match &filter.lane {
         Some(lane) => vec![lane.clone()],
         None => lane_names(tx).await?,
@@ -285,17 +185,19 @@ async fn by_key(tx: &mut (dyn Tx + Send), key: &str, filter: &Filter) -> Result<
             && filter.target.as_ref().is_none_or(|target| shown.target.as_ref() == Some(target))
     });
     found.sort_by_key(|s| std::cmp::Reverse(s.id));
-    let more = found.len() > filter.limit as usize;
-    found.truncate(filter.limit as usize);
-    Ok(Page { next: found.last().filter(|_| more).map(|last| last.id), messages: found })
+    Ok(Page::of(found, filter.limit as usize, |message| message.id))
 }
 
 pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
-    let mut found = select_shown(tx, false, "id = ?", vec![id.into()], "").await?;
-    if found.is_empty() {
-        found = select_shown(tx, true, "id = ?", vec![id.into()], "").await?;
+    let mut found = Vec::new();
+    for done in [false, true] {
+        if found.is_empty() {
+            let Rows { table, columns, mut bound, .. } = rows(tx, done, Wanted::default());
+            bound.push(id.into());
+            found = tx.query(&format!("SELECT {columns} FROM {table} WHERE id = ?"), &bound).await?;
+        }
     }
-    let Some(shown) = found.pop() else { return Ok(None) };
+    let Some(shown) = found.first().map(shown).transpose()? else { return Ok(None) };
     let sql = "SELECT at, kind, attempt, lease_token, code, error, worker FROM outbox_attempts WHERE outbox_id = ? ORDER BY id";
     let mut history = Vec::new();
     for row in tx.query(sql, &[id.into()]).await? {

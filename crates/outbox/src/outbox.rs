@@ -16,8 +16,9 @@ use crate::looking;
 use crate::message::{Entry, NewMessage, Sha};
 use crate::migrate;
 use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
+use crate::paging::Page;
 use crate::pulse::Pulse;
-use crate::store::{Attempt, Filter, LaneStats, Mode, Page, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
+use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
 use crate::stores::{self, Options};
 use crate::tx::Tx;
 
@@ -490,7 +491,7 @@ impl Outbox {
 
     /// A page of messages, the newest first. It costs a bounded number of rows; a page that is not full but has a `next`
     /// says how far it has looked.
-    pub async fn list(&self, filter: Filter) -> Result<Page> {
+    pub async fn list(&self, filter: Filter) -> Result<Page<Shown>> {
         let filter = Arc::new(filter);
         transact(&*self.store, Mode::Read, move |tx| {
             let filter = filter.clone();

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::cold::clock;
 use crate::error::Result;
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Row, Tx, Value};
@@ -68,10 +69,7 @@ pub(crate) async fn pulse(tx: &mut (dyn Tx + Send), window: Duration) -> Result<
     for (lane, rate) in retries(tx, window).await? {
         pulse.lanes.entry(lane).or_default().retries_per_second = rate;
     }
-    let mut params = Vec::new();
-    let now = tx.now().plus(0, &mut params);
-    let rows = tx.query(&format!("SELECT {now}"), &params).await?;
-    pulse.now = rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
+    pulse.now = clock(tx).await?;
     Ok(pulse)
 }
 
@@ -83,7 +81,7 @@ async fn ended(tx: &mut (dyn Tx + Send), lane: &str, status: &str, window: Durat
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
     params.extend([lane.into(), status.into()]);
-    let from = tx.now().plus(-micros_of(window), &mut params);
+    let from = tx.now().bound(-micros_of(window), &mut params);
     let sql = format!(
         "SELECT COUNT(*), MIN(finished_at), {now} FROM (SELECT finished_at FROM outbox_done WHERE lane = ? AND status = ?
          AND finished_at > {from} ORDER BY finished_at DESC LIMIT {ENDED}) newest"
@@ -133,7 +131,7 @@ async fn head(
     let mut params: Vec<Value> = Vec::new();
     let now: Vec<String> = (0..2).map(|_| tx.now().plus(0, &mut params)).collect();
     params.extend([lane.into(), shard.into()]);
-    let due = tx.now().plus(0, &mut params);
+    let due = tx.now().bound(0, &mut params);
     let sql = format!(
         "SELECT CASE WHEN lease_until >= {} THEN locked_by END, COUNT(*), MIN(due_at), MIN(locked_at), MIN(lease_until), {}
          FROM (SELECT lease_until, locked_by, locked_at, due_at FROM outbox WHERE lane = ? AND shard_id = ? AND due_at <= {due}

@@ -211,14 +211,6 @@ pub struct Filter {
     pub limit: u32,
 }
 
-/// Messages of a list.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Page {
-    pub messages: Vec<Shown>,
-    /// `before` of the page after this one; `None` at the end of the list.
-    pub next: Option<i64>,
-}
-
 /// Whether a transaction of the store's own will write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {

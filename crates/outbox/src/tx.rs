@@ -187,6 +187,13 @@ impl Now {
             }
         }
     }
+
+    /// The same, to compare an indexed column with. PostgreSQL searches no index for what may change from row to row, as
+    /// its clock may; it does for what a statement asks once.
+    pub fn bound(&self, micros: i64, params: &mut Vec<Value>) -> String {
+        let moment = self.plus(micros, params);
+        if moment.contains("clock_timestamp") { format!("(SELECT {moment})") } else { moment }
+    }
 }
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;

@@ -724,7 +724,7 @@ impl World {
 
     async fn check(&mut self) {
         let filter = Filter { limit: 100_000, ..Filter::default() };
-        let rows = self.outbox.list(filter).await.expect("the list").messages;
+        let rows = self.outbox.list(filter).await.expect("the list").items;
         let mut wrong = Vec::new();
         let ends: Vec<(i64, i64)> = transact(&*self.store, Mode::Read, |tx| {
             Box::pin(async move {

@@ -13,11 +13,22 @@ use postrider::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
 use postrider::{Result, Schema};
 use rusqlite::StatementStatus;
 
+/// What SQLite does for a row it looks at and leaves out, at most.
+const STEPS_A_ROW: u64 = 16;
+
 /// A question, and what it cost.
 #[derive(Clone, Debug)]
 pub struct Look {
     pub sql: String,
     pub cost: u64,
+}
+
+/// A table `s` with the numbers `n` from 0 to 999,999, in words every database knows.
+pub fn numbers() -> String {
+    let digits = (0..10).map(|d| format!("SELECT {d} AS d")).collect::<Vec<_>>().join(" UNION ALL ");
+    let places: Vec<String> = (0..6).map(|n| format!("({digits}) p{n}")).collect();
+    let value: Vec<String> = (0..6).map(|n| format!("p{n}.d * {}", 10_u32.pow(n))).collect();
+    format!("(SELECT {} AS n FROM {}) s", value.join(" + "), places.join(", "))
 }
 
 type Looks = Arc<Mutex<Vec<Look>>>;
@@ -43,6 +54,14 @@ impl Watched {
     /// What was asked since the last time.
     pub fn take(&self) -> Vec<Look> {
         std::mem::take(&mut self.looks.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Nothing that was asked since the last time looked at more than so many rows.
+    pub fn assert_bounded(&self, what: &str, rows: u64) {
+        let most = if self.again.is_some() { rows * STEPS_A_ROW } else { rows };
+        for Look { sql, cost } in self.take() {
+            assert!(cost <= most, "{what}: {cost} looked at, {most} allowed, by {sql}");
+        }
     }
 }
 

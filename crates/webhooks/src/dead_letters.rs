@@ -1,6 +1,7 @@
 //! Dead letters, and their requeue: a new saga of the next generation. The dead one stays as it is.
 
 use postrider::error::Kind;
+use postrider::paging::{self, Candidates, Page, Rows, Wanted};
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Row, Tx, Value};
 use postrider::{Error, Result, Timestamp, bulk};
@@ -8,7 +9,6 @@ use serde::Serialize;
 
 use crate::decide::Status;
 use crate::publish::{SAGA_COLUMNS, saga_row};
-use crate::reads::Page;
 use crate::{Webhooks, catalog};
 
 #[derive(Clone, Debug, Serialize)]
@@ -61,26 +61,57 @@ fn dead_letter(row: &Row) -> Result<DeadLetter> {
     })
 }
 
+const OF_TYPE: &str = "EXISTS (SELECT 1 FROM events e WHERE e.id = d.event_id AND e.event_type = ?)";
+const WAITING: &str = "d.requeued_saga_id IS NULL";
+
 impl DeadLetterFilter {
     /// As SQL on `dead_letters d`, and its values.
     fn sql(&self, params: &mut Vec<Value>) -> String {
         let mut wheres = String::new();
         let mut and = |sql: &str, value: Option<Value>| {
             if let Some(value) = value {
-                wheres.push_str(sql);
+                wheres.push_str(&format!(" AND {sql}"));
                 params.push(value);
             }
         };
-        and(" AND d.subscription_id = ?", self.subscription_id.map(Value::from));
-        and(" AND d.final_error_code = ?", self.error_code.clone().map(Value::from));
-        and(" AND d.failed_at >= ?", self.from.map(Value::from));
-        and(" AND d.failed_at < ?", self.to.map(Value::from));
-        let of_type = " AND EXISTS (SELECT 1 FROM events e WHERE e.id = d.event_id AND e.event_type = ?)";
-        and(of_type, self.event_type.clone().map(Value::from));
+        and("d.subscription_id = ?", self.subscription_id.map(Value::from));
+        and("d.final_error_code = ?", self.error_code.clone().map(Value::from));
+        and("d.failed_at >= ?", self.from.map(Value::from));
+        and("d.failed_at < ?", self.to.map(Value::from));
+        and(OF_TYPE, self.event_type.clone().map(Value::from));
         if self.waiting {
-            wheres.push_str(" AND d.requeued_saga_id IS NULL");
+            wheres.push_str(&format!(" AND {WAITING}"));
         }
         wheres
+    }
+
+    /// The same for a page of a list.
+    fn wanted(&self) -> Wanted {
+        let mut wanted = Wanted::default()
+            .is("d.subscription_id", self.subscription_id)
+            .is("d.final_error_code", self.error_code.clone());
+        let moments = [("NULLIF(d.failed_at, NULL) >= ?", self.from), ("NULLIF(d.failed_at, NULL) < ?", self.to)];
+        for (condition, moment) in moments {
+            wanted = if moment.is_some() { wanted.and(condition, moment.map(Value::from)) } else { wanted };
+        }
+        if let Some(event_type) = &self.event_type {
+            wanted = wanted.and(OF_TYPE, [Value::from(event_type)]);
+        }
+        if self.waiting { wanted.and(WAITING, []) } else { wanted }
+    }
+
+    fn candidates(&self) -> Vec<Candidates> {
+        let by = |condition: &str, params: Vec<Value>| {
+            vec![Candidates::new(format!("SELECT id FROM dead_letters WHERE {condition}"), params)]
+        };
+        match (self.subscription_id, self.from, self.to) {
+            (Some(id), ..) => by("subscription_id = ? ORDER BY id DESC", vec![id.into()]),
+            (None, None, None) => vec![],
+            (None, from, to) => {
+                let (from, to) = (from.unwrap_or_default(), to.unwrap_or(Timestamp::FAR_FUTURE));
+                by("failed_at >= ? AND failed_at < ? ORDER BY failed_at DESC, id DESC", vec![from.into(), to.into()])
+            }
+        }
     }
 }
 
@@ -91,22 +122,17 @@ impl Webhooks {
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<DeadLetter>> {
-        let mut params: Vec<Value> = vec![before.unwrap_or(i64::MAX).into()];
-        let wheres = filter.sql(&mut params);
-        let sql = format!(
-            "SELECT {COLUMNS} FROM dead_letters d WHERE d.id < ?{wheres} ORDER BY d.id DESC LIMIT {}",
-            limit + 1
-        );
-        let work = std::sync::Arc::new((sql, params));
-        let letters = self
-            .transact(Mode::Read, move |tx| {
-                let work = work.clone();
-                Box::pin(async move {
-                    tx.query(&work.0, &work.1).await?.iter().map(dead_letter).collect::<Result<Vec<_>>>()
-                })
+        self.transact(Mode::Read, move |tx| {
+            let filter = filter.clone();
+            Box::pin(async move {
+                let few = paging::few(tx, &filter.candidates()).await?;
+                let columns = COLUMNS.to_owned();
+                let rows =
+                    Rows { table: "dead_letters d", id: "d.id", columns, bound: vec![], wanted: filter.wanted() };
+                paging::page(tx, &rows, few, before, limit).await?.read(dead_letter)
             })
-            .await?;
-        Ok(Page::of(letters, limit as usize, |letter| letter.id))
+        })
+        .await
     }
 
     /// Brings one back, as a new saga that begins anew. Asked again, it answers with the same saga.

@@ -80,7 +80,7 @@ async fn prune_sagas(tx: &mut (dyn Tx + Send), retention: Duration, after: i64) 
 /// An event goes when no saga names it any more.
 async fn prune_events(tx: &mut (dyn Tx + Send), retention: i64) -> Result<usize> {
     let mut params: Vec<Value> = Vec::new();
-    let before = tx.now().plus(-retention, &mut params);
+    let before = tx.now().bound(-retention, &mut params);
     let sql = format!(
         "SELECT e.id FROM events e WHERE e.created_at < {before}
          AND NOT EXISTS (SELECT 1 FROM webhook_delivery_sagas s WHERE s.event_id = e.id) ORDER BY e.created_at, e.id LIMIT {BATCH}"

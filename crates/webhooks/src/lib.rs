@@ -42,7 +42,7 @@ use self::guard::{Guarded, Policy};
 use self::keyring::Keyring;
 pub use self::orchestrator::QUERIES;
 pub use self::publish::{NewEvent, Published, Publishing};
-pub use self::reads::{Attempt, EventShown, Page, Saga, SagaFilter};
+pub use self::reads::{Attempt, EventShown, Saga, SagaFilter};
 pub use self::replays::{NewReplay, Replay};
 pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};
 

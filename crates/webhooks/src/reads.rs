@@ -1,27 +1,12 @@
 //! What people ask: events, sagas and the attempts of each.
 
+use postrider::paging::{self, Candidates, Page, Rows, Wanted};
 use postrider::store::Mode;
 use postrider::tx::{Row, Value};
 use postrider::{Result, Timestamp};
 use serde::Serialize;
 
 use crate::Webhooks;
-
-/// Newest first; the id of the last one is where the next page begins.
-#[derive(Debug, Serialize)]
-pub struct Page<T> {
-    pub items: Vec<T>,
-    pub next: Option<i64>,
-}
-
-impl<T> Page<T> {
-    pub(crate) fn of(mut items: Vec<T>, limit: usize, id: impl Fn(&T) -> i64) -> Self {
-        let more = items.len() > limit;
-        items.truncate(limit);
-        let next = items.last().filter(|_| more).map(id);
-        Page { items, next }
-    }
-}
 
 /// An event, without its payload.
 #[derive(Clone, Debug, Serialize)]
@@ -156,26 +141,35 @@ impl Webhooks {
     }
 
     pub async fn sagas(&self, filter: SagaFilter) -> Result<Page<Saga>> {
-        let mut params: Vec<Value> = vec![filter.before.unwrap_or(i64::MAX).into()];
-        let mut wheres = String::from("id < ?");
-        if let Some(id) = filter.subscription_id {
-            wheres.push_str(" AND subscription_id = ?");
-            params.push(id.into());
-        }
-        if let Some(id) = filter.event_id {
-            wheres.push_str(" AND event_id = ?");
-            params.push(id.into());
-        }
-        if let Some(status) = filter.status {
-            wheres.push_str(" AND status = ?");
-            params.push(status.into());
-        }
-        let sql = format!(
-            "SELECT {SAGA} FROM webhook_delivery_sagas WHERE {wheres} ORDER BY id DESC LIMIT {}",
-            filter.limit + 1
-        );
-        let sagas = self.rows(sql, params).await?.iter().map(saga).collect::<Result<Vec<_>>>()?;
-        Ok(Page::of(sagas, filter.limit as usize, |saga| saga.id))
+        let SagaFilter { status, subscription_id, event_id, before, limit } = filter;
+        let asked = (status, subscription_id, event_id);
+        self.transact(Mode::Read, move |tx| {
+            let (status, subscription_id, event_id) = asked.clone();
+            Box::pin(async move {
+                let by = |condition: &str, params: Vec<Value>| {
+                    vec![Candidates::new(format!("SELECT id FROM webhook_delivery_sagas WHERE {condition}"), params)]
+                };
+                let candidates = match (event_id, subscription_id, status.clone()) {
+                    (Some(id), ..) => by("event_id = ? ORDER BY subscription_id", vec![id.into()]),
+                    (None, Some(id), Some(status)) => by(
+                        "subscription_id = ? AND status = ? ORDER BY next_attempt_at, id",
+                        vec![id.into(), status.into()],
+                    ),
+                    (None, Some(id), None) => {
+                        by("subscription_id = ? ORDER BY status, next_attempt_at, id", vec![id.into()])
+                    }
+                    (None, None, Some(status)) => by("status = ? ORDER BY next_attempt_at", vec![status.into()]),
+                    (None, None, None) => vec![],
+                };
+                let few = paging::few(tx, &candidates).await?;
+                let wanted = Wanted::default().is("status", status).is("subscription_id", subscription_id);
+                let wanted = wanted.is("event_id", event_id);
+                let table = "webhook_delivery_sagas";
+                let rows = Rows { table, id: "id", columns: SAGA.to_owned(), bound: vec![], wanted };
+                paging::page(tx, &rows, few, before, limit).await?.read(saga)
+            })
+        })
+        .await
     }
 
     /// One saga with its live job, if any, and its attempts.

@@ -6,6 +6,7 @@
 mod brokers;
 mod guarding;
 mod harness;
+mod looking;
 #[path = "../../../outbox/tests/it/scratch.rs"]
 mod scratch;
 mod taking;

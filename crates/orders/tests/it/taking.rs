@@ -47,7 +47,7 @@ async fn the_same_order_in_other_words_is_the_same(ground: Ground) {
     assert_eq!(home.place_as("k", "2").await, Placed::Conflict);
     assert_eq!(home.place_as("k", "2").await, Placed::Conflict);
     assert_eq!(home.entry("k").await.replays, 1, "a conflict is no replay");
-    let noted = home.orders.conflicts(None, 10).await.unwrap();
+    let noted = home.orders.conflicts(None, 10).await.unwrap().items;
     let noted: Vec<_> = noted.iter().map(|c| (c.idempotency_key.as_str(), c.times, c.outbox_id)).collect();
     assert_eq!(noted, [("k", 2, None), ("k", 1, None)], "each other order once, the newest first");
     // Keys are bytes: case and blanks make another.

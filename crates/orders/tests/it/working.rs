@@ -164,7 +164,7 @@ async fn the_ledger_is_the_truth(ground: Ground) {
     wait_until("it is aborted", async || home.count(aborted).await == 1).await;
     assert_eq!(home.entry("k").await, before);
     assert_eq!(home.broker.sends(), 1);
-    let noted = home.orders.conflicts(None, 10).await.unwrap();
+    let noted = home.orders.conflicts(None, 10).await.unwrap().items;
     assert_eq!((noted.len(), noted[0].times), (1, 1), "{noted:?}");
     assert_eq!(noted[0].idempotency_key, "k");
     assert!(

@@ -24,7 +24,7 @@ mod worker;
 /// The only message there is, as (payload, status).
 async fn the_message(database: &Scratch) -> (String, Status) {
     let outbox = Outbox::open(&database.url, Lanes::new().with("emails", LaneRules::default())).await.unwrap();
-    let all = outbox.list(postrider::store::Filter { limit: 10, ..Default::default() }).await.unwrap().messages;
+    let all = outbox.list(postrider::store::Filter { limit: 10, ..Default::default() }).await.unwrap().items;
     assert_eq!(all.len(), 1, "one message, however often the example runs: {all:?}");
     let payload = outbox.payload(all[0].id).await.unwrap().unwrap();
     (String::from_utf8(payload.to_vec()).unwrap(), all[0].status)

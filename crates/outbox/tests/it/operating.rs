@@ -631,7 +631,7 @@ async fn lists_filter_and_page(db: Database) {
     let list = |status, before, limit| {
         let filter = Filter { lane: Some("a".into()), status, before, limit, ..Filter::default() };
         let outbox = db.outbox.clone();
-        async move { outbox.list(filter).await.unwrap().messages.iter().map(|s| s.id).collect::<Vec<_>>() }
+        async move { outbox.list(filter).await.unwrap().items.iter().map(|s| s.id).collect::<Vec<_>>() }
     };
     assert_eq!(list(None, None, 10).await, [pending, leased, dead, sent], "newest first");
     assert_eq!(list(None, None, 2).await, [pending, leased]);
@@ -641,7 +641,7 @@ async fn lists_filter_and_page(db: Database) {
     {
         assert_eq!(list(Some(status), None, 10).await, [id], "{status:?}");
     }
-    let all = db.outbox.list(Filter { limit: 10, ..Filter::default() }).await.unwrap().messages;
+    let all = db.outbox.list(Filter { limit: 10, ..Filter::default() }).await.unwrap().items;
     assert_eq!(all.len(), 5);
     assert_eq!(all[0].id, other);
     assert_eq!(all[0].payload_bytes, 5);

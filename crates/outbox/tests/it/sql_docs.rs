@@ -85,7 +85,7 @@ async fn the_full_one_is_known(outbox: &Outbox) {
 async fn a_worker_delivers(outbox: &Outbox, count: usize) {
     Worker::new(outbox.clone()).lane("emails", couriers::Noop).once().run(std::future::pending()).await.unwrap();
     let sent = Filter { status: Some(postrider::store::Status::Sent), limit: 100, ..Filter::default() };
-    assert_eq!(outbox.list(sent).await.unwrap().messages.len(), count);
+    assert_eq!(outbox.list(sent).await.unwrap().items.len(), count);
 }
 
 #[tokio::test]

@@ -151,7 +151,8 @@ async fn flood(webhooks: &Webhooks, events: usize, payload_bytes: usize) -> Resu
         let mut left = false;
         for status in open {
             let filter = SagaFilter { status: Some(status.to_owned()), limit: 1, ..SagaFilter::default() };
-            left |= !webhooks.sagas(filter).await?.items.is_empty();
+            let page = webhooks.sagas(filter).await?;
+            left |= !page.items.is_empty() || page.next.is_some();
         }
         if !left {
             return Ok(());

@@ -47,8 +47,8 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
             Ok(Ending::failed_if(report && found.missing_audit + found.stale_pending > 0))
         }
         cli::Memory::Audit { correlation_id, outbox_id, limit } => {
-            let filter = AuditFilter { correlation_id, outbox_id, status: None, before: None, limit: limit as usize };
-            let rows = memories.audit(filter).await?;
+            let filter = AuditFilter { correlation_id, outbox_id, status: None, before: None, limit };
+            let rows = memories.audit(filter).await?.items;
             output.show(&json!({ "items": rows }), || audit_table(&rows))?;
             Ok(Ending::Done)
         }

@@ -73,7 +73,7 @@ async fn list(outbox: &Outbox, args: cli::List, output: Output) -> Result<Ending
     // A page looks only so far; whoever waits at a terminal wants all of it.
     let next = loop {
         let page = outbox.list(filter.clone()).await?;
-        items.extend(page.messages);
+        items.extend(page.items);
         filter.limit = args.limit - items.len() as u32;
         filter.before = page.next;
         if filter.limit == 0 || page.next.is_none() {
@@ -214,7 +214,7 @@ async fn dead_ids(outbox: &Outbox, lane: &str) -> Result<Vec<i64>> {
     let (mut ids, mut before) = (Vec::new(), None);
     loop {
         let page = outbox.list(Filter { before, ..dead.clone() }).await?;
-        ids.extend(page.messages.iter().map(|m| m.id));
+        ids.extend(page.items.iter().map(|m| m.id));
         before = page.next;
         if before.is_none() {
             ids.reverse();

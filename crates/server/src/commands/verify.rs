@@ -255,7 +255,7 @@ async fn deferred(outbox: &Outbox, memories: &Memories, text: &str) -> Result<(i
     let shown = outbox.show(id).await.map_err(|e| e.to_string())?;
     let Some((message, _)) = shown else { return Err(format!("message {id} is not in the outbox")) };
     let filter = AuditFilter { correlation_id: Some(correlation_id), limit: 10, ..AuditFilter::default() };
-    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?;
+    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?.items;
     if !audited.iter().any(|row| row.action == "redirect" && row.outbox_id == Some(id)) {
         return Err(format!("no audit with action redirect names message {id}"));
     }
@@ -285,7 +285,7 @@ async fn flushed(
         return Err(format!("message {id} is {} after the flush: {error}", message.status.as_str()));
     };
     let filter = AuditFilter { outbox_id: Some(id), limit: 100, ..AuditFilter::default() };
-    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?;
+    let audited = memories.audit(filter).await.map_err(|e| e.to_string())?.items;
     if !audited.iter().any(|row| row.action == "allow" && row.status == "success") {
         return Err(format!("no audit with action allow names message {id}"));
     }

@@ -308,16 +308,11 @@ pub async fn audit(
     if wanted.correlation_id.as_ref().is_some_and(|id| id.chars().any(char::is_control)) {
         return Err(Refusal::invalid("correlation_id has no control characters"));
     }
-    let filter = AuditFilter {
-        correlation_id: wanted.correlation_id,
-        outbox_id: wanted.outbox_id,
-        status: None,
-        before,
-        limit: limit as usize,
-    };
-    let rows = memories(&app)?.audit(filter).await?;
-    let next = rows.last().filter(|_| rows.len() == limit as usize).map(|row| row.audit_id);
-    Ok(Json(AuditRows { items: rows.into_iter().map(AuditView::from).collect(), next_cursor: cursor(next) }))
+    let filter =
+        AuditFilter { correlation_id: wanted.correlation_id, outbox_id: wanted.outbox_id, status: None, before, limit };
+    let page = memories(&app)?.audit(filter).await?;
+    let items = page.items.into_iter().map(AuditView::from).collect();
+    Ok(Json(AuditRows { items, next_cursor: cursor(page.next) }))
 }
 
 fn memories(app: &App) -> Result<&Memories, Refusal> {

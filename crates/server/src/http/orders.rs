@@ -429,8 +429,9 @@ pub async fn list(
         }
     };
     let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
-    let (orders, next) = app.orders.list(which, before, limit).await?;
-    Ok(Json(OrderList { items: orders.into_iter().map(OrderRow::from).collect(), next_cursor: cursor(next) }))
+    let page = app.orders.list(which, before, limit).await?;
+    let items = page.items.into_iter().map(OrderRow::from).collect();
+    Ok(Json(OrderList { items, next_cursor: cursor(page.next) }))
 }
 
 /// An order that came under the key of another and was refused.
@@ -490,9 +491,9 @@ pub async fn conflicts(
 ) -> Result<Json<ConflictList>, Refusal> {
     let query = query?.0;
     let (limit, before) = page_of(query.limit, query.cursor.as_ref())?;
-    let found = app.orders.conflicts(before, limit).await?;
-    let next_cursor = cursor(found.last().filter(|_| found.len() == limit as usize).map(|last| last.id));
-    Ok(Json(ConflictList { items: found.into_iter().map(ConflictRow::from).collect(), next_cursor }))
+    let page = app.orders.conflicts(before, limit).await?;
+    let items = page.items.into_iter().map(ConflictRow::from).collect();
+    Ok(Json(ConflictList { items, next_cursor: cursor(page.next) }))
 }
 
 fn by(caller: &Caller, reason: &str) -> By {

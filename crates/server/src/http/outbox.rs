@@ -389,7 +389,7 @@ pub async fn list(
         return Err(Refusal::invalid("a key or a target has no NUL".to_owned()));
     }
     let page = app.outbox.list(Filter { lane, status, before, key, target, limit }).await?;
-    let items = page.messages.into_iter().map(MessageView::from).collect();
+    let items = page.items.into_iter().map(MessageView::from).collect();
     Ok(Json(MessageList { items, next_cursor: cursor(page.next) }))
 }
 

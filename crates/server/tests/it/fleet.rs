@@ -39,7 +39,7 @@ fn ended(runtime: &Runtime, home: &Home) -> HashMap<i64, Shown> {
     let filter = Filter { limit: 1_000_000, ..Filter::default() };
     let page = runtime.block_on(outbox.list(filter)).unwrap();
     assert_eq!(page.next, None, "more than one page");
-    page.messages.into_iter().map(|shown| (shown.id, shown)).collect()
+    page.items.into_iter().map(|shown| (shown.id, shown)).collect()
 }
 
 fn takeovers(runtime: &Runtime, home: &Home, id: i64) -> usize {

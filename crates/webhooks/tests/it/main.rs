@@ -7,6 +7,7 @@ mod delivering;
 mod explain;
 mod harness;
 mod hostile;
+mod looking;
 mod orchestrating;
 mod publishing;
 mod receiver;
