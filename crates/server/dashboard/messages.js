@@ -1,7 +1,7 @@
 // Messages: find them, and see the whole way of one.
 
 import { get, may, past, post, query } from "./api.js";
-import { attempt, badge, button, changes, confirm, facts, fill, h, moment, number, pager, table } from "./parts.js";
+import { attempt, badge, button, changes, confirm, facts, fill, h, moment, nothing, number, pager, table } from "./parts.js";
 
 const STATUSES = ["", "pending", "leased", "sent", "dead"];
 
@@ -47,7 +47,7 @@ export function messages(main, { lane, status, q, cursor }, every) {
       ["Target", "", (m) => h("span", { class: "mono" }, m.target ?? "–")], ["Failed", "n", (m) => number(m.attempts)],
       ["Last error", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Enqueued", "nowrap", (m) => moment(m.created_at)],
       ["Next or ended", "nowrap", (m) => moment(m.finished_at ?? (m.status === "leased" ? m.lease_until : m.due_at))],
-    ], page.items, q ? "No message has this id, key or target (targets are searched among the newest 50,000)." : "No messages."), pager(page, make));
+    ], page.items, nothing(page, q ? "No message has this id, key or target." : "No messages.")), pager(page, make));
   });
 }
 

@@ -160,5 +160,8 @@ export function button(text, { id, allowed = true, kind = "quiet", why = "operat
 export function pager(page, make) {
   const next = page.next_cursor;
   if (!next && !make.current) return null;
-  return h("div", { class: "pager" }, make.current ? h("a", { href: make(null) }, "Newest") : null, next ? h("a", { href: make(next) }, "Older") : null);
+  return h("div", { class: "pager" }, make.current ? h("a", { href: make(null) }, "Newest") : null, next ? h("a", { href: make(next), id: "older" }, page.items.length ? "Older" : "Search further") : null);
 }
+
+/** What an empty page says: a list looks only so far at a time. */
+export const nothing = (page, text) => (page.next_cursor ? "Nothing so far. What is older was not looked at yet." : text);

@@ -1,7 +1,7 @@
 // The pages of the parts: webhooks, orders, memories; and who works.
 
 import { get, may, past, post, query, send } from "./api.js";
-import { attempt, badge, button, changes, confirm, facts, fill, h, moment, number, pager, since, span, table, tabs, tiles, toast } from "./parts.js";
+import { attempt, badge, button, changes, confirm, facts, fill, h, moment, nothing, number, pager, since, span, table, tabs, tiles, toast } from "./parts.js";
 
 const HOOKS = [["Subscriptions", "#/webhooks"], ["Sagas", "#/webhooks/sagas"], ["Dead letters", "#/webhooks/dead-letters"]];
 
@@ -89,11 +89,11 @@ async function replay_events(one) {
   await attempt(() => post("/v1/replays", { ...wish, dry_run: false }), (answer) => `Replay ${answer.replay_id} sends ${number(answer.count)} events.`);
 }
 
-const saga_table = (items) => table("Sagas", [
+const saga_table = (items, empty = "No sagas.") => table("Sagas", [
   ["Saga", "", (s) => h("a", { href: `#/webhooks/sagas/${s.id}`, id: `g-${s.id}` }, String(s.id))], ["Event", "n", (s) => String(s.event_id)],
   ["Subscription", "n", (s) => h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["State", "", (s) => badge(s.held ? "held" : s.status, s.held ? "warn" : undefined)],
   ["Attempts", "n", (s) => number(s.attempt_count)], ["Error", "", (s) => (s.final_error_code ? h("code", {}, s.final_error_code) : "–")], ["Next", "nowrap", (s) => (s.next_attempt_at ? moment(s.next_attempt_at) : "–")], ["Since", "nowrap", (s) => moment(s.created_at)],
-], items, "No sagas.");
+], items, empty);
 
 export function sagas(main, { status, cursor }, every) {
   const make = (next) => query("#/webhooks/sagas", { status, cursor: next });
@@ -101,7 +101,7 @@ export function sagas(main, { status, cursor }, every) {
   const states = ["", "Pending", "InProgress", "PendingRetry", "Completed", "DeadLettered"];
   const choose = h("select", { id: "saga-status", onchange: () => { location.hash = query("#/webhooks/sagas", { status: choose.value }); } }, states.map((one) => h("option", { value: one, selected: one === (status ?? "") }, one || "all")));
   const form = h("form", { class: "row card" }, h("div", {}, h("label", { for: "saga-status" }, "State"), choose));
-  return refreshed(main, [title("Webhooks"), tabs("Webhooks", HOOKS, "#/webhooks/sagas"), form], every, () => get(query("/v1/sagas", { status, cursor, limit: 50 })), (page) => h("div", { class: "card" }, saga_table(page.items), pager(page, make)));
+  return refreshed(main, [title("Webhooks"), tabs("Webhooks", HOOKS, "#/webhooks/sagas"), form], every, () => get(query("/v1/sagas", { status, cursor, limit: 50 })), (page) => h("div", { class: "card" }, saga_table(page.items, nothing(page, "No sagas.")), pager(page, make)));
 }
 
 export function saga(main, { id }, every) {
@@ -145,7 +145,7 @@ export function dead_letters(main, { cursor }, every) {
         if (!(await confirm({ title: `Requeue dead letter ${d.id}?`, text: "It becomes a new saga and is sent again.", action: "Requeue" }))) return;
         await attempt(() => post(`/v1/dead-letters/${d.id}/requeue`), (answer) => `It is saga ${answer.saga_id} now.`);
       }))],
-    ], page.items, "No dead letters."), pager(page, make)));
+    ], page.items, nothing(page, "No dead letters.")), pager(page, make)));
 }
 
 // ---- orders ----
@@ -162,7 +162,7 @@ export function orders(main, { show, cursor }, every) {
       ["Key", "", (o) => (o.idempotency_key ? h("a", { class: "mono", href: `#/orders/${encodeURIComponent(o.idempotency_key)}`, id: `o-${o.outbox_id}` }, o.idempotency_key) : "–")], ["Instrument", "", (o) => o.instrument ?? "–"],
       ["State", "", (o) => badge(o.status)], ["Reason", "", (o) => (o.reason_code ? h("code", {}, o.reason_code) : "–")], ["Broker's reference", "", (o) => h("span", { class: "mono" }, o.broker_ref ?? "–")],
       ["Attempts", "n", (o) => number(o.attempts)], ["Replays", "n", (o) => number(o.replays)], ["Message", "", (o) => h("a", { href: `#/messages/${o.outbox_id}` }, String(o.outbox_id))], ["First seen", "nowrap", (o) => moment(o.first_seen_at)],
-    ], page.items, show === "needs_person" ? "Nothing waits for a person." : "No orders."), pager(page, make)));
+    ], page.items, nothing(page, show === "needs_person" ? "Nothing waits for a person." : "No orders.")), pager(page, make)));
 }
 
 function conflicts(main, { cursor }, every) {
@@ -214,8 +214,13 @@ export function memories(main, { correlation_id }, every) {
     event.preventDefault();
     location.hash = query("#/memories", Object.fromEntries(new FormData(form)));
   } }, h("div", {}, h("label", { for: "correlation_id" }, "Correlation id"), h("input", { id: "correlation_id", name: "correlation_id", type: "search", value: correlation_id })), h("button", { type: "submit" }, "Show its audit"));
+  let health = null, asked = 0;
   return refreshed(main, [title("Memories")], every, async () => {
-    const health = await get("/health");
+    // The gate makes checks of its own each time; ten seconds are soon enough.
+    if (!health || performance.now() - asked > 10_000) {
+      health = await get("/health");
+      asked = performance.now();
+    }
     if (health.capabilities.openmemory === undefined || past.at(-1)?.openmemory === null) return { health, none: true };
     const [deferred, audit] = await Promise.all([get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, limit: 30 }))]);
     return { health, deferred, audit };

@@ -1,6 +1,8 @@
 //! `postrider top`: the dashboard's overview in a terminal. It asks the database itself, so it needs no server.
 
 use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ratatui::Frame;
@@ -8,7 +10,8 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Cell, Paragraph, Row, Sparkline, Table};
+use ratatui::widgets::{Block, Cell, Paragraph, Row, Sparkline, Table, TableState};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::config::Config;
@@ -39,20 +42,28 @@ pub async fn run(config: &Config, output: Output) -> Result<Ending> {
         return Ok(Ending::Done);
     }
     let title = format!("postrider top, {}", database::shown(config));
+    let told_to_leave = told_to_leave()?;
     let screen = tokio::task::spawn_blocking(move || {
         let mut terminal = ratatui::try_init()?;
+        let mut first = 0;
         let watched = loop {
             let past = live.past();
             let samples: Vec<&Sample> = past.iter().map(|sample| &**sample).collect();
-            if let Err(error) = terminal.draw(|frame| draw(frame, &title, &samples)) {
+            let mut room = 0;
+            if let Err(error) = terminal.draw(|frame| room = draw(frame, &title, &samples, first)) {
                 break Err(error);
             }
             match event::poll(KEYS).and_then(|ready| if ready { event::read().map(Some) } else { Ok(None) }) {
+                _ if told_to_leave.load(Ordering::Relaxed) => break Ok(()),
                 Ok(Some(Event::Key(key)))
                     if matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)
                         || (key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL)) =>
                 {
                     break Ok(());
+                }
+                Ok(Some(Event::Key(key))) => {
+                    let lanes = samples.last().map_or(0, |now| now.lanes.len());
+                    first = scrolled(first, key.code, lanes, room);
                 }
                 Ok(_) => {}
                 Err(error) => break Err(error),
@@ -66,6 +77,35 @@ pub async fn run(config: &Config, output: Output) -> Result<Ending> {
     let _ = sampling.await;
     watched.map_err(|e| Failure::failed(format!("the terminal: {e}")))?;
     Ok(Ending::Done)
+}
+
+/// Set by a signal to end, so that the terminal is left as it was found.
+fn told_to_leave() -> Result<Arc<AtomicBool>> {
+    let told = Arc::new(AtomicBool::new(false));
+    for kind in [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()] {
+        let listening = signal(kind).map_err(|e| Failure::failed(format!("cannot listen for signals: {e}")));
+        let (mut signals, told) = (listening?, told.clone());
+        tokio::spawn(async move {
+            signals.recv().await;
+            told.store(true, Ordering::Relaxed);
+        });
+    }
+    Ok(told)
+}
+
+/// The first lane to be shown after a key, of so many, with room for so many.
+fn scrolled(first: usize, key: KeyCode, lanes: usize, room: usize) -> usize {
+    let last = lanes.saturating_sub(room);
+    match key {
+        KeyCode::Down | KeyCode::Char('j') => first + 1,
+        KeyCode::Up | KeyCode::Char('k') => first.saturating_sub(1),
+        KeyCode::PageDown | KeyCode::Char(' ') => first + room.max(1),
+        KeyCode::PageUp => first.saturating_sub(room.max(1)),
+        KeyCode::Home => 0,
+        KeyCode::End => last,
+        _ => first,
+    }
+    .min(last)
 }
 
 const TITLES: [&str; 8] = ["lane", "state", "waiting", "delivering", "oldest due", "sent/s", "retried/s", "dead/s"];
@@ -97,8 +137,9 @@ fn total(sample: &Sample, of: impl Fn(&LaneSample) -> f64) -> f64 {
     sample.lanes.values().map(of).sum()
 }
 
-fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample]) {
-    let Some(now) = samples.last() else { return };
+/// Draws all of it, lanes from the `first` on; answers how many have room.
+fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -> usize {
+    let Some(now) = samples.last() else { return 0 };
     let lanes = now.lanes.len() as u16 + 3;
     let areas = [
         Constraint::Length(1),
@@ -116,6 +157,8 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample]) {
     chart(frame, dead, "retried and dead/s", Color::Red, samples, |lane| {
         lane.retries_per_second + lane.dead_per_second
     });
+    // Without its borders and its head.
+    let room = usize::from(table.height.saturating_sub(3));
     let rows = now.lanes.iter().map(|(name, lane)| {
         let style = match lane {
             lane if lane.paused => Style::new().yellow(),
@@ -127,17 +170,19 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample]) {
     let widths = [Constraint::Fill(2)].into_iter().chain([Constraint::Fill(1); 7]);
     let lanes = Table::new(rows, widths)
         .header(Row::new(TITLES).style(Modifier::BOLD))
-        .block(Block::bordered().title(hidden(now, table)));
-    frame.render_widget(lanes, table);
-    frame.render_widget(Line::from("q: leave").dim(), foot);
+        .block(Block::bordered().title(which(first, now.lanes.len(), room)));
+    frame.render_stateful_widget(lanes, table, &mut TableState::new().with_offset(first));
+    let keys = if now.lanes.len() > room { "q: leave   up, down, page up, page down: other lanes" } else { "q: leave" };
+    frame.render_widget(Line::from(keys).dim(), foot);
+    room
 }
 
 /// Says so when not all lanes fit.
-fn hidden(now: &Sample, area: Rect) -> String {
-    match now.lanes.len().saturating_sub(usize::from(area.height.saturating_sub(3))) {
-        0 => " lanes ".to_owned(),
-        more => format!(" lanes, and {more} more: postrider outbox stats "),
+fn which(first: usize, lanes: usize, room: usize) -> String {
+    if lanes <= room {
+        return " lanes ".to_owned();
     }
+    format!(" lanes {} to {} of {lanes} ", first + 1, (first + room).min(lanes))
 }
 
 fn summary(now: &Sample) -> Paragraph<'_> {
@@ -185,7 +230,11 @@ mod tests {
 
     fn screen(samples: &[&Sample]) -> String {
         let mut terminal = Terminal::new(TestBackend::new(100, 24)).unwrap();
-        terminal.draw(|frame| draw(frame, "postrider top, sqlite://x.db", samples)).unwrap();
+        terminal
+            .draw(|frame| {
+                draw(frame, "postrider top, sqlite://x.db", samples, 0);
+            })
+            .unwrap();
         terminal.backend().to_string()
     }
 
@@ -209,7 +258,33 @@ mod tests {
     fn a_tiny_terminal_is_no_reason_to_fall_over() {
         let mut terminal = Terminal::new(TestBackend::new(12, 3)).unwrap();
         let sample = Sample::default();
-        terminal.draw(|frame| draw(frame, "t", &[&sample])).unwrap();
-        terminal.draw(|frame| draw(frame, "t", &[])).unwrap();
+        terminal
+            .draw(|frame| {
+                draw(frame, "t", &[&sample], 0);
+            })
+            .unwrap();
+        terminal
+            .draw(|frame| {
+                draw(frame, "t", &[], 0);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn more_lanes_than_lines_can_all_be_come_to() {
+        let lanes = (0..30).map(|n| (format!("lane-{n:02}"), LaneSample::default())).collect();
+        let sample = Sample { lanes, ..Sample::default() };
+        let mut terminal = Terminal::new(TestBackend::new(100, 24)).unwrap();
+        let mut room = 0;
+        terminal.draw(|frame| room = draw(frame, "t", &[&sample], 0)).unwrap();
+        assert!(terminal.backend().to_string().contains(&format!("lanes 1 to {room} of 30")));
+        let end = scrolled(0, KeyCode::End, 30, room);
+        terminal.draw(|frame| room = draw(frame, "t", &[&sample], end)).unwrap();
+        let shown = terminal.backend().to_string();
+        assert!(shown.contains("lane-29") && !shown.contains("lane-00") && shown.contains("to 30 of 30"), "{shown}");
+        assert_eq!(scrolled(end, KeyCode::Down, 30, room), end, "there is an end");
+        assert_eq!(scrolled(end, KeyCode::Up, 30, room), end - 1);
+        assert_eq!(scrolled(3, KeyCode::PageUp, 30, room), 0);
+        assert_eq!(scrolled(7, KeyCode::Down, 5, room), 0, "all fit: nothing is hidden");
     }
 }

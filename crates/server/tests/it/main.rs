@@ -23,5 +23,6 @@ mod serve;
 mod telemetry;
 mod terminal;
 mod tls;
+mod top;
 mod webhooks;
 mod worker;
