@@ -59,7 +59,7 @@ packaging: ## Check Dockerfile, compose file and systemd unit, and take their st
 .PHONY: dashboard-load
 dashboard-load: ## See the dashboard on a million live messages and 200 changes a second
 	cargo build --locked --release
-	cargo test --locked -p postrider-server --test it -- --ignored dashboard_under_load --nocapture
+	$(WITH_DATABASES) cargo test --locked -p postrider-server --test it -- --ignored dashboard_under_load --nocapture
 
 .PHONY: scm-million
 scm-million: ## Read a Git history of a million commits, and see that memory does not grow with it

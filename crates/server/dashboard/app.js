@@ -47,30 +47,35 @@ function place() {
 function every(work) {
   let gone = false;
   let busy = false;
-  let last = 0;
+  let first = true;
+  let next = 0;
   const note = h("p", { class: "note bad", role: "alert", hidden: true });
   main.prepend(note);
   const run = async () => {
-    if (gone || busy || document.hidden || performance.now() - last < GENTLY_MS) return;
+    if (gone || busy || document.hidden || performance.now() < next) return;
     // Somebody is writing or deciding: what is under their hands stays.
-    if (last && (pressed || document.querySelector("dialog[open]"))) return;
+    if (!first && (pressed || document.querySelector("dialog[open]"))) return;
     busy = true;
+    const begun = performance.now();
+    let pause = GENTLY_MS;
     try {
       await work();
       note.hidden = true;
+      // What costs the server more is asked for less often.
+      pause = Math.min(Math.max(GENTLY_MS, (performance.now() - begun) * 50), 60_000);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       note.textContent = error.message;
       note.hidden = false;
     } finally {
-      busy = false;
-      last = performance.now();
+      busy = first = false;
+      next = performance.now() + pause;
     }
   };
   run();
   const off = onSample(run);
   const clock = setInterval(run, GENTLY_MS);
-  const soon = () => { last = 0; run(); };
+  const soon = () => { next = 0; run(); };
   document.addEventListener("changed", soon);
   return () => { gone = true; off(); clearInterval(clock); document.removeEventListener("changed", soon); };
 }

@@ -1,5 +1,6 @@
 //! From a change to the memory of it. Pure: the same change always makes the same card, so that a card made twice is one.
 
+use postrider::message::{hex, sha256};
 use serde_json::{Value, json};
 
 /// Longest first line, in characters.
@@ -58,12 +59,20 @@ pub fn card(change: &Change) -> String {
     text
 }
 
-/// Where it can be looked up: what was materialised, with its digest, or at least its address.
-pub fn evidence(uri: &str, materialised: Option<(&str, &str, i64)>) -> Value {
+/// Where it can be looked up: what was materialised, with its digest; else its address, with the digest of what was read
+/// of it.
+pub fn evidence(uri: &str, change: &Change, materialised: Option<(&str, &str, i64)>) -> Value {
     match materialised {
         Some((uri, sha256, size)) => json!({ "uri": uri, "sha256": sha256, "size": size }),
-        None => json!({ "uri": uri }),
+        None => json!({ "uri": uri, "record_sha256": digest(change) }),
     }
+}
+
+/// Of the record itself: its name, who, when, and all of its message.
+fn digest(change: &Change) -> String {
+    let at = change.at.as_deref().unwrap_or_default();
+    let parts = [change.kind, &change.repo, &change.rev, &change.author, at, &change.message];
+    hex(&sha256(parts.join("\0").as_bytes()))
 }
 
 fn cut(text: &str, most: usize) -> String {
@@ -98,6 +107,16 @@ mod tests {
             "# pay: round up\n\nCommit `0123456789ab` in shop by Ann, 2026-01-02\n\nCents were lost.\n\nFiles: a.rs, b.rs\n"
         );
         assert!(card(&change("")).starts_with("# (no message)\n"));
+    }
+
+    #[test]
+    fn evidence_has_a_digest_before_and_after_the_change_was_fetched() {
+        let (one, other) = (change("pay: round up"), change("pay: round down"));
+        let before = evidence("scm://1/commit/0", &one, None);
+        assert_eq!(before["record_sha256"].as_str().map(str::len), Some(64));
+        assert_ne!(before, evidence("scm://1/commit/0", &other, None));
+        let after = evidence("scm://1/commit/0", &one, Some(("git+file:///shop?commit=0", "ab", 7)));
+        assert_eq!(after, json!({ "uri": "git+file:///shop?commit=0", "sha256": "ab", "size": 7 }));
     }
 
     #[test]

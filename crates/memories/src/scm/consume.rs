@@ -312,7 +312,7 @@ fn memory_of(repo: &Repo, item: &Item, most_bytes: usize) -> NewMemory {
         target_space: repo.target_space.clone(),
         meta_json,
         kind: Some(item.change.kind.to_owned()),
-        evidence_refs: vec![cards::evidence(&item.uri, patch)],
+        evidence_refs: vec![cards::evidence(&item.uri, &item.change, patch)],
         actor_user_id: None,
         correlation_id: format!("scm-{}-{}", repo.repo_id, item.id),
     }

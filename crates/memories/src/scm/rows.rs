@@ -164,15 +164,15 @@ async fn insert_new(
         .map(|(_, kind)| if dialect == Dialect::Postgres { format!("?::{kind}") } else { "?".to_owned() })
         .collect();
     let row = format!("({})", marks.join(", "));
-    let (verb, tail) = match dialect {
-        // Lengths and types were seen to, so nothing but a row that is there already is ignored.
-        Dialect::Mysql => ("INSERT IGNORE", String::new()),
-        _ => ("INSERT", format!(" ON CONFLICT {key} DO NOTHING")),
+    let tail = match dialect {
+        // Not IGNORE, which leaves out what cannot be written without a word.
+        Dialect::Mysql => format!("ON DUPLICATE KEY UPDATE {0} = {table}.{0}", names[0]),
+        _ => format!("ON CONFLICT {key} DO NOTHING"),
     };
     let mut new = 0;
     for part in rows.chunks(CHUNK) {
         let list = vec![row.as_str(); part.len()].join(", ");
-        let sql = format!("{verb} INTO {table} ({}) VALUES {list}{tail}", names.join(", "));
+        let sql = format!("INSERT INTO {table} ({}) VALUES {list} {tail}", names.join(", "));
         new += tx.execute(&sql, &part.concat()).await?;
     }
     Ok(new)

@@ -9,6 +9,7 @@ mod enqueue;
 mod http;
 mod latency;
 mod scratch;
+mod watched;
 mod webhooks;
 
 use std::time::Duration;
@@ -65,6 +66,10 @@ pub struct Bench {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub storm: usize,
 
+    /// Somebody looks at the dashboard meanwhile; measures with and without (drain only)
+    #[arg(long)]
+    pub watched: bool,
+
     /// Workers that share the drain, each with its own connections (drain only)
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub workers: usize,
@@ -104,6 +109,7 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
         match bench.which {
             Which::Limit => drain::limit_only(bench, &scratch).await,
             Which::Enqueue => enqueue::run(bench, &scratch).await,
+            Which::Drain if bench.watched => watched::run(bench, &scratch).await,
             Which::Drain => drain::run(bench, &scratch).await,
             Which::Latency => latency::run(bench, &scratch).await,
             Which::Backlog => backlog::run(bench, &scratch).await,

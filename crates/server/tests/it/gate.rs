@@ -140,7 +140,10 @@ fn verify_makes_an_outage_and_sees_it_end() {
 
 #[test]
 fn verify_fails_at_each_step_that_is_broken() {
-    let home = Home::sqlite();
+    on_every_database(verify_with_each_step_broken);
+}
+
+fn verify_with_each_step_broken(home: Home) {
     let memory = OpenMemory::start(&home, &[]);
     let pid = memory.pid();
     let program = env!("CARGO_BIN_EXE_postrider");

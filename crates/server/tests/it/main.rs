@@ -12,6 +12,7 @@ mod documentation;
 mod fleet;
 mod gate;
 mod home;
+mod looking;
 mod memory;
 mod on_every_database;
 mod orders;
