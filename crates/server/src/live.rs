@@ -2,7 +2,7 @@
 //! What a sample costs decides how often one is taken, so that looking stays cheap.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -74,6 +74,8 @@ pub struct Live {
     holders: Mutex<Vec<Holder>>,
     watching: AtomicUsize,
     wanted: tokio::sync::Notify,
+    /// Microseconds that samples took.
+    spent: AtomicU64,
 }
 
 impl Live {
@@ -86,6 +88,7 @@ impl Live {
             holders: Mutex::default(),
             watching: AtomicUsize::new(0),
             wanted: tokio::sync::Notify::new(),
+            spent: AtomicU64::new(0),
         })
     }
 
@@ -106,7 +109,9 @@ impl Live {
                         Sample { stale: true, at_ms: wall_ms(), ..(**live.newest.borrow()).clone() }
                     }
                 });
-                let pause = (Tick::now().since(begun) * SHARE).clamp(WATCHED, KEPT);
+                let took = Tick::now().since(begun);
+                live.spent.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
+                let pause = (took * SHARE).clamp(WATCHED, KEPT);
                 let rest = async {
                     if live.watching.load(Ordering::Relaxed) == 0 {
                         // Whoever comes to look is not left waiting.
@@ -157,6 +162,11 @@ impl Live {
             merged.or_insert_with(|| one.clone());
         }
         held.into_values().collect()
+    }
+
+    /// How long samples took so far, together.
+    pub fn spent(&self) -> Duration {
+        Duration::from_micros(self.spent.load(Ordering::Relaxed))
     }
 
     /// Each sample as it comes; one before 1970 is the end.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use postrider::Outbox;
+use postrider::clock::Tick;
 use postrider::store::Filter;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -21,15 +22,15 @@ const PAGE_EVERY: Duration = Duration::from_secs(2);
 pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     let messages = bench.messages.unwrap_or(500_000);
     let outbox = scratch.outbox().await?;
-    let drain = async |watched: bool| {
+    let mut shares = Vec::new();
+    let mut drain = async |watched: bool| {
         fill(&outbox, messages, bench.payload_bytes).await?;
         scratch.analyze(&["outbox"]).await?;
         // A process of its own, as far as the database can tell.
-        let looking = if watched { Some(look(scratch::outbox(scratch.url()).await?).await) } else { None };
+        let looking = if watched { Some(Looking::start(scratch::outbox(scratch.url()).await?).await) } else { None };
         let took = timed(drain_with_worker(outbox.clone(), messages, bench.batch)).await?.1;
-        if let Some((stop, looking)) = looking {
-            let _ = stop.send(true);
-            let _ = looking.await;
+        if let Some(looking) = looking {
+            shares.push(looking.stop().await.as_secs_f64() / took.as_secs_f64());
         }
         Ok::<_, crate::failure::Failure>(rate(messages, took))
     };
@@ -49,32 +50,50 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     Ok(json!({
         "bench": "drain", "messages": messages, "payload_bytes": bench.payload_bytes, "batch": bench.batch,
         "per_second": median(&mut alone), "per_second_watched": median(&mut watched),
-        "watched_ratio": median(&mut ratios), "watched_rounds": rounds,
+        "watched_ratio": median(&mut ratios), "watched_rounds": rounds, "looking_share": median(&mut shares),
     }))
 }
 
-/// What a page that is open has the server ask: samples, and a list. It is open already when the drain begins.
-async fn look(outbox: Outbox) -> (watch::Sender<bool>, tokio::task::JoinHandle<()>) {
-    let (stop, stopped) = watch::channel(false);
-    let live = Live::new(outbox.clone(), None);
-    let mut ended = stopped.clone();
-    let mut newest = live.subscribe();
-    let watching = Watching::new(live.clone());
-    let sampling = live.start(stopped);
-    let _ = newest.changed().await;
-    let looking = tokio::spawn(async move {
-        let _watching = watching;
-        let page = Filter { lane: Some(LANE.to_owned()), limit: 50, ..Filter::default() };
-        loop {
-            if let Err(error) = outbox.list(page.clone()).await {
-                tracing::warn!(%error, "the page could not be read");
+/// What a page that is open has the server ask: samples, and a list.
+struct Looking {
+    stop: watch::Sender<bool>,
+    asking: tokio::task::JoinHandle<Duration>,
+}
+
+impl Looking {
+    /// It is open already when the drain begins.
+    async fn start(outbox: Outbox) -> Looking {
+        let (stop, mut stopped) = watch::channel(false);
+        let live = Live::new(outbox.clone(), None);
+        let mut newest = live.subscribe();
+        let watching = Watching::new(live.clone());
+        let sampling = live.start(stopped.clone());
+        let _ = newest.changed().await;
+        let before = live.spent();
+        let asking = tokio::spawn(async move {
+            let _watching = watching;
+            let page = Filter { lane: Some(LANE.to_owned()), limit: 50, ..Filter::default() };
+            let mut listing = Duration::ZERO;
+            loop {
+                let begun = Tick::now();
+                if let Err(error) = outbox.list(page.clone()).await {
+                    tracing::warn!(%error, "the page could not be read");
+                }
+                listing += Tick::now().since(begun);
+                tokio::select! {
+                    () = tokio::time::sleep(PAGE_EVERY) => {}
+                    _ = stopped.wait_for(|stop| *stop) => break,
+                }
             }
-            tokio::select! {
-                () = tokio::time::sleep(PAGE_EVERY) => {}
-                _ = ended.wait_for(|stop| *stop) => break,
-            }
-        }
-        let _ = sampling.await;
-    });
-    (stop, looking)
+            let _ = sampling.await;
+            listing + live.spent().saturating_sub(before)
+        });
+        Looking { stop, asking }
+    }
+
+    /// How long its questions took, together.
+    async fn stop(self) -> Duration {
+        let _ = self.stop.send(true);
+        self.asking.await.unwrap_or_default()
+    }
 }
