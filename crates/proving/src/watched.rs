@@ -211,7 +211,11 @@ fn rows_looked_at(plan: &[String]) -> u64 {
     let (mut rows, mut loops, mut scans) = (0.0, 1.0, false);
     for line in plan {
         if let Some(actual) = line.find("(actual ") {
-            (scans, loops) = (line.contains("Scan"), number(&line[actual..], "loops=").unwrap_or(1.0));
+            // What an index tells of the heap is counted there.
+            (scans, loops) = (
+                line.contains("Scan") && !line.contains("Bitmap Index Scan"),
+                number(&line[actual..], "loops=").unwrap_or(1.0),
+            );
             rows += if scans { loops * number(&line[actual..], "rows=").unwrap_or(0.0) } else { 0.0 };
         } else if scans && line.contains("Rows Removed by") {
             rows += loops * number(line, ": ").unwrap_or(0.0);

@@ -173,9 +173,21 @@ async fn insert_new(
     for part in rows.chunks(CHUNK) {
         let list = vec![row.as_str(); part.len()].join(", ");
         let sql = format!("INSERT INTO {table} ({}) VALUES {list} {tail}", names.join(", "));
-        new += tx.execute(&sql, &part.concat()).await?;
+        let before = if dialect == Dialect::Mysql { known(tx, table, &names, part).await? } else { 0 };
+        let written = tx.execute(&sql, &part.concat()).await?;
+        // MySQL counts what was there, too.
+        new += if dialect == Dialect::Mysql { part.len() as u64 - before } else { written };
     }
     Ok(new)
+}
+
+/// How many of these rows are there already; the first two columns are their key.
+async fn known(tx: &mut (dyn Tx + Send), table: &str, names: &[&str], rows: &[Vec<Value>]) -> Result<u64> {
+    let Some(first) = rows.first() else { return Ok(0) };
+    let marks = vec!["?"; rows.len()].join(", ");
+    let sql = format!("SELECT COUNT(*) FROM {table} WHERE {} = ? AND {} IN ({marks})", names[0], names[1]);
+    let params: Vec<Value> = std::iter::once(&first[0]).chain(rows.iter().map(|row| &row[1])).cloned().collect();
+    Ok(tx.query(&sql, &params).await?.first().map_or(Ok(0), |row| row.int(0))? as u64)
 }
 
 /// A merge request changes: what is new of it is a new row, so that it is remembered anew.
