@@ -220,6 +220,8 @@ fn every_page_is_for_everybody() {
     server.post("/v1/events", &JSON, &event).answered(202);
     let order = json!({"instrument": "AAPL", "side": "BUY", "qty": 1, "time_in_force": "IOC"}).to_string();
     server.post("/do/order", &[JSON[0], ("Idempotency-Key", "ord-1")], &order).answered(201);
+    let other = order.replace("AAPL", "MSFT");
+    server.post("/do/order", &[JSON[0], ("Idempotency-Key", "ord-1")], &other).answered(409);
     wait_until("there is a dead letter", || {
         !server.get("/v1/dead-letters").answered(200).json()["items"].as_array().unwrap().is_empty()
     });
@@ -240,6 +242,7 @@ fn every_page_is_for_everybody() {
         "orders",
         "orders/ord-1",
         "orders?show=needs_person",
+        "orders?show=conflicts",
         "memories",
         "workers",
     ];
@@ -254,6 +257,8 @@ fn every_page_is_for_everybody() {
             assert_eq!(wide, json!(true), "/#/{page} scrolls sideways at {width}");
         }
     }
+    browser.goto(&format!("http://{}/#/orders?show=conflicts", server.address));
+    browser.sees("MSFT");
     // The whole of it with a keyboard: to the second page by Tab and Enter alone.
     browser.goto("about:blank");
     browser.goto(&format!("http://{}/", server.address));
