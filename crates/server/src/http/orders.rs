@@ -212,7 +212,7 @@ pub async fn place(
 }
 
 fn conflict(strict: bool) -> OrderError {
-    let what = "this key belongs to another order; nothing was written. Use a new key for a new order";
+    let what = "this key belongs to another order; nothing was taken in. Use a new key for a new order";
     match strict {
         false => OrderError::new(StatusCode::CONFLICT, "IDEMPOTENCY_CONFLICT", what),
         true => OrderError::new(StatusCode::UNPROCESSABLE_ENTITY, "IDEMPOTENCY_PAYLOAD_MISMATCH", what),
