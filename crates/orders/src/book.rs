@@ -140,8 +140,10 @@ impl OnSettled for Book {
             let digest = order.as_ref().map_or("", |order| order.digest.as_str());
             if matches!(&winner.verdict, Verdict::Dead { code, .. } if code == code::CONFLICT) {
                 // The ledger has another order under this key, and it is right.
-                let instrument = order.as_ref().map(|order| order.instrument.as_str());
-                conflicts::note(tx, key, digest, instrument, Some(winner.id)).await?;
+                if ledger::find_one(tx, key, true).await?.is_some() {
+                    let instrument = order.as_ref().map(|order| order.instrument.as_str());
+                    conflicts::note(tx, key, digest, instrument, Some(winner.id)).await?;
+                }
                 continue;
             }
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };

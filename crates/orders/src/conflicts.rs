@@ -30,7 +30,7 @@ impl Orders {
             Box::pin(async move {
                 let sql = format!(
                     "SELECT id, idempotency_key, request_digest, instrument, outbox_id, times, first_seen_at, last_seen_at
-                     FROM order_conflicts WHERE id < ? ORDER BY id DESC LIMIT {}", limit + 1
+                     FROM order_conflicts WHERE id < ? ORDER BY id DESC LIMIT {}", limit.saturating_add(1)
                 );
                 let rows = tx.query(&sql, &[before.unwrap_or(i64::MAX).into()]).await?;
                 let conflict = |row: &postrider::tx::Row| {
@@ -52,6 +52,9 @@ impl Orders {
     }
 }
 
+/// Different orders noted under one key; what comes beyond is counted together, without a digest.
+const MOST: i64 = 100;
+
 /// Notes that an order with this digest came under a key that has another.
 pub(crate) async fn note(
     tx: &mut (dyn Tx + Send),
@@ -60,6 +63,9 @@ pub(crate) async fn note(
     instrument: Option<&str>,
     outbox_id: Option<i64>,
 ) -> Result<()> {
+    let noted = tx.query("SELECT COUNT(*) FROM order_conflicts WHERE idempotency_key = ?", &[key.into()]).await?;
+    let many = noted.first().map_or(Ok(0), |row| row.int(0))? >= MOST;
+    let (digest, outbox_id) = if many { ("", None) } else { (digest, outbox_id) };
     let mut params: Vec<Value> = vec![key.into(), digest.into(), instrument.into(), outbox_id.into()];
     let (first, last) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
     let again = match tx.dialect() {

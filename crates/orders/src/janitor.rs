@@ -32,9 +32,8 @@ async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     // By the kernel's key, which lasts as long as the entry and is written at the order's end: an index on the entries
     // themselves would cost every order that comes in.
     let column = ledger::key_column(tx.dialect());
-    // By the expiry, not by the lane, whatever is known of how many keys it has.
     let sql = format!(
-        "SELECT {column} FROM outbox_keys WHERE NULLIF(lane, NULL) = '{LANE}' AND expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
+        "SELECT {column} FROM outbox_keys WHERE lane = '{LANE}' AND expires_at <= {now} ORDER BY expires_at LIMIT {BATCH}{skip}"
     );
     let rows = tx.query(&sql, &params).await?;
     let mut keys: Vec<String> = rows.iter().map(|row| row.text(0)).collect::<Result<_>>()?;

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use postrider::paging::Page;
+use postrider::paging::{self, Candidates, Page, Rows, Wanted};
 use postrider::store::{Filter, Mode, Shown, Status as MessageStatus};
 use postrider::tx::Value;
 use postrider::{Result, Timestamp};
@@ -30,9 +30,6 @@ pub struct Listed {
     pub entry: Option<Entry>,
 }
 
-/// Parked orders looked at per shard, those that wait longest first.
-const SEARCHED: u32 = 10_000;
-
 impl Orders {
     /// Those with messages below `before`, at most `limit`.
     pub async fn list(&self, which: Which, before: Option<i64>, limit: u32) -> Result<Page<Listed>> {
@@ -43,7 +40,7 @@ impl Orders {
             Which::All => outbox.list(lane).await?,
             Which::Failed => outbox.list(Filter { status: Some(MessageStatus::Dead), ..lane }).await?,
             Which::NeedsPerson => {
-                let Page { items, next } = Page::of(self.parked(before, limit + 1).await?, limit as usize, |id| *id);
+                let Page { items, next } = self.parked(before, limit).await?;
                 let mut messages = Vec::new();
                 for id in items {
                     messages.extend(outbox.show(id).await?.map(|(message, _)| message));
@@ -74,27 +71,29 @@ impl Orders {
     }
 
     /// Nothing else is due that far ahead.
-    async fn parked(&self, before: Option<i64>, limit: u32) -> Result<Vec<i64>> {
+    async fn parked(&self, before: Option<i64>, limit: u32) -> Result<Page<i64>> {
         let shards = self.0.outbox.lanes().get(LANE)?.shards;
         let found = self.transact(Mode::Read, move |tx| {
             Box::pin(async move {
-                let mut ids = Vec::new();
+                let ahead = (PARKED_FOR / 2).as_micros() as i64;
+                let mut candidates = Vec::new();
                 for shard in 0..shards {
                     let mut params: Vec<Value> = vec![LANE.into(), shard.into()];
-                    let far = tx.now().bound((PARKED_FOR / 2).as_micros() as i64, &mut params);
-                    params.extend([code::NEEDS_RECONCILE.into(), before.unwrap_or(i64::MAX).into()]);
+                    let far = tx.now().bound(ahead, &mut params);
                     let sql = format!(
-                        "SELECT id FROM (SELECT id, last_error_code FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far}
-                                         ORDER BY due_at, id LIMIT {SEARCHED}) AS parked
-                         WHERE last_error_code = ? AND id < ? ORDER BY id DESC LIMIT {limit}"
+                        "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {far} ORDER BY due_at, id"
                     );
-                    for row in tx.query(&sql, &params).await? {
-                        ids.push(row.int(0)?);
-                    }
+                    candidates.push(Candidates::new(sql, params));
                 }
-                ids.sort_unstable_by(|a, b| b.cmp(a));
-                ids.truncate(limit as usize);
-                Ok(ids)
+                let few = paging::few(tx, &candidates).await?;
+                let mut params = Vec::new();
+                let far = tx.now().bound(ahead, &mut params);
+                let wanted = Wanted::default()
+                    .is("lane", Some(LANE))
+                    .is("last_error_code", Some(code::NEEDS_RECONCILE))
+                    .and(&format!("NULLIF(due_at, NULL) > {far}"), params);
+                let rows = Rows { table: "outbox", id: "id", columns: "id".to_owned(), bound: vec![], wanted };
+                paging::page(tx, &rows, few, before, limit).await?.read(|row| row.int(0))
             })
         });
         found.await

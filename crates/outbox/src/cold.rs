@@ -307,8 +307,7 @@ async fn prune_keys(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Resu
     // As a value: PostgreSQL then knows how few keys are over, and takes the index that tells which.
     let params: Vec<Value> = vec![lane.into(), clock(tx).await?.into()];
     let skip = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
-    // By the expiry, not by the lane, whatever is known of how many keys it has.
-    let expired = "FROM outbox_keys k WHERE NULLIF(k.lane, NULL) = ? AND k.expires_at < ?
+    let expired = "FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < ?
                    AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id)";
     if prune.dry_run {
         let rows = tx.query(&format!("SELECT COUNT(*) {expired}"), &params).await?;

@@ -79,7 +79,7 @@ pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Pa
         let few = few(tx, filter, done).await?;
         let wanted = wanted(tx, filter);
         let rows = rows(tx, done, wanted);
-        let (found, searched) = paging::part(tx, &rows, few, filter.before, filter.limit + 1).await?;
+        let (found, searched) = paging::part(tx, &rows, few, filter.before, filter.limit.saturating_add(1)).await?;
         for row in &found {
             messages.push(shown(row)?);
         }
@@ -87,7 +87,9 @@ pub(crate) async fn list(tx: &mut (dyn Tx + Send), filter: &Filter) -> Result<Pa
     }
     // What is older than where the search ended comes with what is still to be found there.
     messages.retain(|message| message.id > down_to);
-    messages.sort_by_key(|message| std::cmp::Reverse(message.id));
+    messages.sort_by_key(|message| (std::cmp::Reverse(message.id), message.finished_at.is_none()));
+    // One that ended between the two looks is seen twice.
+    messages.dedup_by_key(|message| message.id);
     Ok(Page::of(messages, filter.limit as usize, |message| message.id).looked_down_to(down_to))
 }
 
@@ -101,7 +103,10 @@ async fn few(tx: &mut (dyn Tx + Send), filter: &Filter, done: bool) -> Result<Op
     if filter.status == Some(Status::Leased) {
         let mut held = Vec::new();
         for lane in &lanes {
-            held.extend(held_at_head(tx, lane).await?);
+            match held_at_head(tx, lane).await? {
+                Some(ids) => held.extend(ids),
+                None => return Ok(None),
+            }
         }
         return Ok(Some(held));
     }
@@ -139,11 +144,12 @@ fn wanted(tx: &mut (dyn Tx + Send), filter: &Filter) -> Wanted {
     }
 }
 
-/// What is held of a lane. No index knows leases, but they are at the head: due rows in the order of claims.
-async fn held_at_head(tx: &mut (dyn Tx + Send), lane: &str) -> Result<Vec<i64>> {
+/// What is held of a lane. No index knows leases, but they are at the head: due rows in the order of claims. Nothing if so
+/// much of the head is held that there may be more beyond it.
+async fn held_at_head(tx: &mut (dyn Tx + Send), lane: &str) -> Result<Option<Vec<i64>>> {
     let shards = tx.query("SELECT shards FROM outbox_lanes WHERE lane = ?", &[lane.into()]).await?;
     let shards = shards.first().map(|row| row.int(0)).transpose()?.unwrap_or(1).max(1);
-    let most = (HEAD / shards).max(1_000);
+    let most = (HEAD / shards).max(100);
     let mut held = Vec::new();
     for shard in 0..shards {
         let mut params: Vec<Value> = vec![lane.into(), shard.into()];
@@ -152,11 +158,15 @@ async fn held_at_head(tx: &mut (dyn Tx + Send), lane: &str) -> Result<Vec<i64>> 
             "SELECT id FROM (SELECT id, lease_until FROM outbox WHERE lane = ? AND shard_id = ? ORDER BY due_at, id LIMIT {most}) AS head
              WHERE lease_until >= {now}"
         );
-        for row in tx.query(&sql, &params).await? {
+        let rows = tx.query(&sql, &params).await?;
+        if rows.len() as i64 * 2 > most {
+            return Ok(None);
+        }
+        for row in rows {
             held.push(row.int(0)?);
         }
     }
-    Ok(held)
+    Ok(Some(held))
 }
 
 /// The message that has this key or active key, in each lane or in one.

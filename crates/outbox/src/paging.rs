@@ -115,7 +115,7 @@ pub async fn page(
     before: Option<i64>,
     limit: u32,
 ) -> Result<Page<Row>> {
-    let (found, down_to) = part(tx, rows, few, before, limit + 1).await?;
+    let (found, down_to) = part(tx, rows, few, before, limit.saturating_add(1)).await?;
     let page = Page::of(found, limit as usize, |row| row.int(0).unwrap_or_default());
     Ok(page.looked_down_to(down_to))
 }

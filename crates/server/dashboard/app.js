@@ -48,6 +48,7 @@ function every(work) {
   let gone = false;
   let busy = false;
   let first = true;
+  let again = false;
   let next = 0;
   const note = h("p", { class: "note bad", role: "alert", hidden: true });
   main.prepend(note);
@@ -62,20 +63,24 @@ function every(work) {
       await work();
       note.hidden = true;
       // What costs the server more is asked for less often.
-      pause = Math.min(Math.max(GENTLY_MS, (performance.now() - begun) * 50), 60_000);
+      pause = Math.min(Math.max(GENTLY_MS, (performance.now() - begun) * 50), 20_000);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       note.textContent = error.message;
       note.hidden = false;
     } finally {
       busy = first = false;
-      next = performance.now() + pause;
+      next = again ? 0 : performance.now() + pause;
+    }
+    if (again) {
+      again = false;
+      run();
     }
   };
   run();
   const off = onSample(run);
   const clock = setInterval(run, GENTLY_MS);
-  const soon = () => { next = 0; run(); };
+  const soon = () => { again = busy; next = 0; run(); };
   document.addEventListener("changed", soon);
   return () => { gone = true; off(); clearInterval(clock); document.removeEventListener("changed", soon); };
 }

@@ -71,7 +71,7 @@ export function subscription(main, { id }, every) {
           ["Failing since", one.failing_since && moment(one.failing_since)], ["Why disabled", one.disabled_reason], ["Attempts at most", one.max_retry_limit && number(one.max_retry_limit)],
           ["Rate limit", one.rate_per_sec && `${one.rate_per_sec}/s`],
         ]), h("div", { class: "actions" }, hold, rotate, test, replay)),
-        h("section", { class: "card" }, h("h2", {}, "Latest sagas"), saga_table(sagas.items)),
+        h("section", { class: "card" }, h("h2", {}, "Latest sagas"), saga_table(sagas.items, nothing(sagas, "No sagas."))),
       ];
     });
 }
@@ -223,20 +223,22 @@ export function memories(main, { correlation_id }, every) {
     }
     if (health.capabilities.openmemory === undefined || past.at(-1)?.openmemory === null) return { health, none: true };
     const [deferred, audit] = await Promise.all([get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, limit: 30 }))]);
-    return { health, deferred, audit };
-  }, ({ health, deferred, audit, none }) => [
+    // The list is only the newest of them.
+    const waiting = deferred.next_cursor ? past.at(-1)?.lanes?.memory?.pending ?? deferred.items.length : deferred.items.length;
+    return { health, deferred, audit, waiting };
+  }, ({ health, deferred, audit, waiting, none }) => [
     h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "Gate"), badge(health.status), h("span", {}, `mode ${health.mode}`)), health.reason ? h("p", {}, health.reason) : null,
       table("Capabilities", [["Capability", "", ([name]) => name], ["State", "", ([, state]) => badge(state)], ["Skipped by", "", ([name]) => health.skipped_by?.[name] ?? "–"]], Object.entries(health.capabilities))),
     none ? h("p", { class: "hint" }, "The memory gateway is not configured here: add [memory] to postrider.toml.") : [
-      tiles([["Deferred", number(deferred.items.length), deferred.next_cursor ? "or more" : "waiting", deferred.items.length ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory]]),
+      tiles([["Deferred", number(waiting), "waiting", waiting ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory]]),
       h("section", { class: "card" }, h("h2", {}, "Deferred memories"), table("Deferred memories", [
         ["Message", "", (m) => h("a", { href: `#/messages/${m.id}`, id: `d-${m.id}` }, String(m.id))], ["Space", "", (m) => m.target ?? "–"], ["Why", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Since", "nowrap", (m) => moment(m.created_at)], ["Next try", "nowrap", (m) => moment(m.due_at)],
-      ], deferred.items, "Nothing is deferred.")),
+      ], deferred.items, nothing(deferred, "Nothing is deferred."))),
       form,
       h("section", { class: "card" }, h("h2", {}, "Audit"), table("Audit", [
         ["When", "nowrap", (a) => moment(a.created_at)], ["Action", "", (a) => badge(a.action)], ["State", "", (a) => badge(a.status)], ["Reason", "", (a) => a.reason], ["Space", "", (a) => a.target_space ?? "–"], ["By", "", (a) => a.actor_user_id ?? "–"],
         ["Correlation id", "", (a) => (a.correlation_id ? h("a", { class: "mono", href: query("#/memories", { correlation_id: a.correlation_id }) }, a.correlation_id) : "–")], ["Message", "", (a) => (a.outbox_id ? h("a", { href: `#/messages/${a.outbox_id}` }, String(a.outbox_id)) : "–")],
-      ], audit.items, "No audit entries.")),
+      ], audit.items, nothing(audit, "No audit entries."))),
     ],
   ]);
 }

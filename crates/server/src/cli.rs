@@ -662,7 +662,7 @@ pub struct List {
     /// Only the message with this key or active key
     #[arg(long, value_name = "KEY")]
     pub key: Option<String>,
-    /// Only this target, among the newest 50,000 messages
+    /// Only this target
     #[arg(long, value_name = "TARGET")]
     pub target: Option<String>,
     /// At most this many

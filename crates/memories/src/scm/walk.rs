@@ -51,7 +51,8 @@ impl Forgetful {
         Ok(&self.repository)
     }
 
-    /// Its time and its parents; nothing if it is not there: beyond the end of a shallow clone, or rewritten and gone.
+    /// Its time and its parents; nothing if it is not there, as when it was rewritten and is gone. Where a shallow clone
+    /// ends the library names no parents.
     fn commit(&mut self, id: Oid) -> Result<Option<(i64, Vec<Oid>)>, Trouble> {
         match self.get()?.find_commit(id) {
             Err(error) if error.code() == ErrorCode::NotFound => Ok(None),
@@ -159,9 +160,6 @@ impl Walk {
                     continue;
                 }
                 let Some((_, parents)) = repository.commit(id)? else {
-                    if repository.repository.is_shallow() {
-                        continue;
-                    }
                     return Err(Trouble::Source(format!("git: commit {id} is missing; the repository is damaged")));
                 };
                 self.push(&mut depth, id, true)?;

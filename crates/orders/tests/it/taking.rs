@@ -9,6 +9,7 @@ use crate::harness::{Ground, Home, on_every_store, order};
 on_every_store!(
     ten_at_once_with_one_key_are_one_order,
     the_same_order_in_other_words_is_the_same,
+    conflicts_under_one_key_do_not_grow_without_end,
     a_batch_takes_each_key_once,
     in_the_callers_own_transaction,
     a_key_past_its_time_starts_clean,
@@ -56,6 +57,18 @@ async fn the_same_order_in_other_words_is_the_same(ground: Ground) {
     }
     let digests = home.rows("SELECT request_digest FROM outbox_orders ORDER BY id").await;
     assert_eq!(digests[0].text(0).unwrap(), home.entry("k").await.request_digest, "the view tells the ledger's digest");
+}
+
+async fn conflicts_under_one_key_do_not_grow_without_end(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.place("k").await;
+    for qty in 2..=110 {
+        assert_eq!(home.place_as("k", &qty.to_string()).await, Placed::Conflict);
+    }
+    let noted = home.orders.conflicts(None, 1000).await.unwrap().items;
+    assert_eq!(noted.len(), 101, "a hundred, and one for all others");
+    assert_eq!((noted[0].request_digest.as_str(), noted[0].times), ("", 9));
+    assert_eq!(noted.iter().map(|conflict| conflict.times).sum::<i64>(), 109, "each is counted");
 }
 
 async fn a_batch_takes_each_key_once(ground: Ground) {

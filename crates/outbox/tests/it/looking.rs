@@ -18,6 +18,7 @@ on_every_store! {
     the_pulse_does_not_grow_with_what_there_is,
     a_look_costs_no_more_for_a_lane_that_is_long_and_quiet,
     pages_follow_each_other_through_all_there_is,
+    the_largest_limit_is_no_trap,
 }
 
 async fn found(db: &Database, filter: Filter) -> Vec<i64> {
@@ -182,7 +183,12 @@ async fn a_look_costs_no_more_for_a_lane_that_is_long_and_quiet(db: Database) {
         Dialect::Postgres => ("'0'::bytea", "TIMESTAMP '2099-01-01'"),
         Dialect::Mysql => ("x'00'", "'2099-01-01'"),
     };
-    for lane in ["a", "b"] {
+    // Those of b are over, and their messages are not: none of them goes, and they are nothing to a.
+    let past = match db.dialect {
+        Dialect::Sqlite => "1",
+        _ => "'2001-01-01'",
+    };
+    for (lane, later) in [("a", later), ("b", past)] {
         let from = format!("{} WHERE n < 100000", numbers());
         let values = format!("'{lane}', {name}, n, {digest}, {later}");
         let sql =
@@ -193,11 +199,22 @@ async fn a_look_costs_no_more_for_a_lane_that_is_long_and_quiet(db: Database) {
         // As autovacuum does; of a table it has never looked at it knows nothing.
         db.raw().await.run("ANALYZE outbox_keys").await.unwrap();
     }
-    let all = Prune { lane: None, older_than: secs(86_400), limit: 1000, dry_run: false };
+    let all = Prune { lane: Some("a".to_owned()), older_than: secs(86_400), limit: 1000, dry_run: false };
     assert_eq!(outbox.prune(all).await.unwrap(), Pruned::default());
     watched.assert_bounded("pruning", 2_000);
     assert_eq!(outbox.wake_waiting("b", None).await.unwrap(), 0);
     watched.assert_bounded("waking", 2_000);
+}
+
+/// All there is at once, for those who want it so.
+async fn the_largest_limit_is_no_trap(db: Database) {
+    for n in 0..3 {
+        db.put("a", &n.to_string()).await;
+    }
+    for lane in [Some("a"), None] {
+        let page = db.outbox.list(Filter { limit: u32::MAX, ..of(lane, None) }).await.unwrap();
+        assert_eq!((page.items.len(), page.next), (3, None));
+    }
 }
 
 async fn all_of(outbox: &Outbox, mut filter: Filter) -> Vec<i64> {
@@ -219,8 +236,12 @@ async fn pages_follow_each_other_through_all_there_is(db: Database) {
     fill(&db, "brief", 40, 20).await;
     fill(&db, "b", 130_000, 60_000).await;
     db.raw().await.run("DELETE FROM outbox WHERE lane = 'b' AND id % 400 <> 3").await.unwrap();
-    let held: BTreeSet<i64> = db.claim("a", "w", 100).await.iter().map(|m| m.id).collect();
-    for lane in [Some("a"), Some("b"), Some("brief"), None] {
+    let mut held: BTreeSet<i64> = db.claim("a", "w", 100).await.iter().map(|m| m.id).collect();
+    // More is held of one of its eight shards than a look at the head would tell.
+    fill(&db, "sharded", 2_000, 0).await;
+    held.extend(db.claim("sharded", "w", 1_600).await.iter().map(|m| m.id));
+    assert!(held.len() > 1_500, "{}", held.len());
+    for lane in [Some("a"), Some("b"), Some("brief"), Some("sharded"), None] {
         for status in STATUSES {
             for target in [None, Some("t3")] {
                 let filter = Filter { target: target.map(str::to_owned), limit: 1000, ..of(lane, status) };

@@ -12,7 +12,8 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 4] = ["V001__outbox", "V002__enqueue_from_sql", "V003__pauses", "V004__alerts"];
+const MIGRATIONS: [&str; 5] =
+    ["V001__outbox", "V002__enqueue_from_sql", "V003__pauses", "V004__alerts", "V005__keys_by_lane"];
 
 on_every_store! {
     p6_ended_rows_refuse_raw_sql,

@@ -48,7 +48,7 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
         }
         cli::Memory::Audit { correlation_id, outbox_id, limit } => {
             let filter = AuditFilter { correlation_id, outbox_id, status: None, before: None, limit };
-            let rows = memories.audit(filter).await?.items;
+            let rows = audit(&memories, filter).await?;
             output.show(&json!({ "items": rows }), || audit_table(&rows))?;
             Ok(Ending::Done)
         }
@@ -57,6 +57,21 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
     };
     outbox.flush().await;
     ending
+}
+
+/// As many as are wanted, however deep they lie.
+async fn audit(memories: &Memories, mut filter: AuditFilter) -> Result<Vec<AuditRow>> {
+    let wanted = filter.limit as usize;
+    let mut rows = Vec::new();
+    loop {
+        filter.limit = (wanted - rows.len()) as u32;
+        let page = memories.audit(filter.clone()).await?;
+        rows.extend(page.items);
+        filter.before = page.next;
+        if page.next.is_none() || rows.len() >= wanted {
+            return Ok(rows);
+        }
+    }
 }
 
 async fn store(memories: &Memories, args: StoreMemory, output: Output) -> Result<Ending> {

@@ -85,7 +85,7 @@ async fn place(orders: &Orders, args: PlaceOrder, output: Output) -> Result<Endi
         },
         Some(Placed::Conflict) => {
             return Err(Failure::failed(
-                "IDEMPOTENCY_CONFLICT: this key belongs to another order; nothing was written",
+                "IDEMPOTENCY_CONFLICT: this key belongs to another order; nothing was taken in",
             ));
         }
         None => return Err(Failure::failed("an order without an answer")),

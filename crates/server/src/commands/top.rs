@@ -159,6 +159,8 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -
     });
     // Without its borders and its head.
     let room = usize::from(table.height.saturating_sub(3));
+    // The terminal may have grown since somebody scrolled.
+    let first = first.min(now.lanes.len().saturating_sub(room));
     let rows = now.lanes.iter().map(|(name, lane)| {
         let style = match lane {
             lane if lane.paused => Style::new().yellow(),
@@ -284,6 +286,9 @@ mod tests {
         assert!(shown.contains("lane-29") && !shown.contains("lane-00") && shown.contains("to 30 of 30"), "{shown}");
         assert_eq!(scrolled(end, KeyCode::Down, 30, room), end, "there is an end");
         assert_eq!(scrolled(end, KeyCode::Up, 30, room), end - 1);
+        let mut large = Terminal::new(TestBackend::new(100, 60)).unwrap();
+        large.draw(|frame| room = draw(frame, "t", &[&sample], end)).unwrap();
+        assert!(large.backend().to_string().contains("lane-00"), "what fits is shown");
         assert_eq!(scrolled(3, KeyCode::PageUp, 30, room), 0);
         assert_eq!(scrolled(7, KeyCode::Down, 5, room), 0, "all fit: nothing is hidden");
     }

@@ -149,14 +149,23 @@ fn as_text(saga: &Saga, attempts: &[Attempt]) -> String {
 
 async fn dead_letters(webhooks: &Webhooks, limit: u32, subscription_id: Option<i64>, output: Output) -> Result<Ending> {
     let filter = DeadLetterFilter { subscription_id, ..DeadLetterFilter::default() };
-    let page = webhooks.dead_letters(filter, None, limit).await?;
-    let next = page.next.map(|id| id.to_string());
-    output.show(&json!({ "items": page.items, "next_cursor": next }), || {
-        if page.items.is_empty() {
+    // A page looks only so far; whoever waits at a terminal wants all of it.
+    let (mut items, mut before) = (Vec::new(), None);
+    loop {
+        let page = webhooks.dead_letters(filter.clone(), before, limit - items.len() as u32).await?;
+        items.extend(page.items);
+        before = page.next;
+        if before.is_none() || items.len() >= limit as usize {
+            break;
+        }
+    }
+    let next = before.map(|id| id.to_string());
+    output.show(&json!({ "items": items, "next_cursor": next }), || {
+        if items.is_empty() {
             return "no dead letters".to_owned();
         }
         let mut table = Table::new(["id", "saga", "event", "subscription", "error", "failed", "requeued as"]);
-        for d in &page.items {
+        for d in &items {
             let numbers = [d.id, d.saga_id, d.event_id, d.subscription_id].map(|n| n.to_string());
             let [id, saga, event, subscription] = numbers;
             let error = d.final_error_code.clone().unwrap_or_else(|| "-".to_owned());

@@ -291,6 +291,8 @@ pub async fn reconcile(
 }
 
 /// The audit of writes, newest first
+///
+/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all.
 #[utoipa::path(
     get, path = "/v1/audit", tag = "memory", params(AuditQuery),
     responses(

@@ -410,6 +410,8 @@ pub struct OrderQuery {
 }
 
 /// List orders, the newest first
+///
+/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all.
 #[utoipa::path(
     get, path = "/v1/orders", tag = "orders", params(OrderQuery),
     responses((status = 200, description = "A page of them", body = OrderList))

@@ -63,6 +63,8 @@ pub struct DeadLetterQuery {
 }
 
 /// List dead letters, the newest first
+///
+/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all.
 #[utoipa::path(
     get, path = "/v1/dead-letters", tag = "webhooks", params(DeadLetterQuery),
     responses((status = 200, description = "A page of them", body = DeadLetterList))

@@ -99,6 +99,8 @@ pub struct SagaQuery {
 }
 
 /// List sagas, the newest first
+///
+/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all.
 #[utoipa::path(
     get, path = "/v1/sagas", tag = "webhooks", params(SagaQuery),
     responses((status = 200, description = "A page of them", body = SagaList))
