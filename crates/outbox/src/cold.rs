@@ -1,6 +1,6 @@
 //! The verbs that are not hot, written once on the `Tx` port: renew, defer, wake, seize, requeue, prune, dedup, counts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
@@ -300,28 +300,44 @@ pub(crate) async fn clock(tx: &mut (dyn Tx + Send)) -> Result<Timestamp> {
     rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))
 }
 
-/// Keys go by their own expiry, never while their message is live.
+/// Pages of keys that are over looked at for those whose message has ended.
+const KEY_PAGES: usize = 10;
+
+/// Keys go by their own expiry, the oldest first, never while their message is live. Where very many are over and live, as
+/// in a lane that was paused for long, the others wait for them.
 async fn prune_keys(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -> Result<u64> {
     let dialect = tx.dialect();
-    let column = if dialect == Dialect::Mysql { "k.`key`" } else { "k.key" };
+    let column = if dialect == Dialect::Mysql { "`key`" } else { "key" };
     // As a value: PostgreSQL then knows how few keys are over, and takes the index that tells which.
     let params: Vec<Value> = vec![lane.into(), clock(tx).await?.into()];
-    let skip = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
-    let expired = "FROM outbox_keys k WHERE k.lane = ? AND k.expires_at < ?
-                   AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = k.outbox_id)";
+    let expired = "FROM outbox_keys WHERE lane = ? AND expires_at < ?";
     if prune.dry_run {
-        let rows = tx.query(&format!("SELECT COUNT(*) {expired}"), &params).await?;
+        let ended = "AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.id = outbox_keys.outbox_id)";
+        let rows = tx.query(&format!("SELECT COUNT(*) {expired} {ended}"), &params).await?;
         return Ok(rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0) as u64);
     }
-    let sql = format!("SELECT k.lane, {column} {expired} ORDER BY k.expires_at LIMIT {}{skip}", prune.limit);
-    let rows = tx.query(&sql, &params).await?;
-    let column = column.trim_start_matches("k.");
-    let mut gone = 0;
-    for row in &rows {
-        let mut params = vec![row.0[0].clone(), row.0[1].clone()];
-        let now = tx.now().plus(0, &mut params);
-        let sql = format!("DELETE FROM outbox_keys WHERE lane = ? AND {column} = ? AND expires_at < {now}");
-        gone += tx.execute(&sql, &params).await?;
+    let skip = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" };
+    let (mut gone, mut live) = (0, 0);
+    for _ in 0..KEY_PAGES {
+        let limit = u64::from(prune.limit) - gone;
+        let sql = format!("SELECT {column}, outbox_id {expired} ORDER BY expires_at LIMIT {limit} OFFSET {live}{skip}");
+        let rows = tx.query(&sql, &params).await?;
+        let ids: Vec<i64> = rows.iter().map(|row| row.int(1)).collect::<Result<_>>()?;
+        let mut listed = Vec::new();
+        let list = in_ids(dialect, &ids, &mut listed);
+        let found = tx.query(&format!("SELECT id FROM outbox WHERE id {list}"), &listed).await?;
+        let found: HashSet<i64> = found.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+        for (row, id) in rows.iter().zip(&ids) {
+            if found.contains(id) {
+                live += 1;
+                continue;
+            }
+            let sql = format!("DELETE FROM outbox_keys WHERE lane = ? AND {column} = ? AND expires_at < ?");
+            gone += tx.execute(&sql, &[params[0].clone(), row.0[0].clone(), params[1].clone()]).await?;
+        }
+        if (rows.len() as u64) < limit || gone >= u64::from(prune.limit) {
+            break;
+        }
     }
     Ok(gone)
 }

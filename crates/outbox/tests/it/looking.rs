@@ -200,8 +200,10 @@ async fn a_look_costs_no_more_for_a_lane_that_is_long_and_quiet(db: Database) {
         db.raw().await.run("ANALYZE outbox_keys").await.unwrap();
     }
     let all = Prune { lane: Some("a".to_owned()), older_than: secs(86_400), limit: 1000, dry_run: false };
-    assert_eq!(outbox.prune(all).await.unwrap(), Pruned::default());
+    assert_eq!(outbox.prune(all.clone()).await.unwrap(), Pruned::default());
     watched.assert_bounded("pruning", 2_000);
+    outbox.prune(Prune { lane: Some("b".to_owned()), ..all }).await.unwrap();
+    watched.assert_bounded("pruning what may not go", 20_000);
     assert_eq!(outbox.wake_waiting("b", None).await.unwrap(), 0);
     watched.assert_bounded("waking", 2_000);
 }
