@@ -377,6 +377,38 @@ fn subversion_is_read_revision_by_revision() {
     });
 }
 
+/// More revisions than one page of the log has, some of them without a message, one from the first moment.
+#[test]
+fn a_long_subversion_history_is_read_page_by_page() {
+    program("svn", "subversion");
+    let home = Home::sqlite();
+    home.run(&["migrate"]).done();
+    let mut dump = String::from("SVN-fs-dump-format-version: 2\n\n");
+    for revision in 1..=1_203 {
+        let at = if revision == 7 { "1970-01-01T00:00:00.000000Z" } else { "2020-01-02T03:04:05.000000Z" };
+        let log = if revision % 100 == 9 { String::new() } else { format!("change {revision}") };
+        let mut properties = String::new();
+        for (name, value) in [("svn:log", log.as_str()), ("svn:author", "ann"), ("svn:date", at)] {
+            properties.push_str(&format!("K {}\n{name}\nV {}\n{value}\n", name.len(), value.len()));
+        }
+        properties.push_str("PROPS-END\n");
+        let length = properties.len();
+        dump.push_str(&format!(
+            "Revision-number: {revision}\nProp-content-length: {length}\nContent-length: {length}\n\n{properties}\n"
+        ));
+    }
+    let repo = home.path("svn");
+    run(&home.path("."), &["svnadmin", "create", text(&repo)], b"");
+    run(&home.path("."), &["svnadmin", "load", "--quiet", text(&repo)], dump.as_bytes());
+    let url = format!("file://{}", text(&repo));
+    let first = sync(&home, &["svn", &url]);
+    assert_eq!((&first["new"], &first["watermark"]), (&json!(1_203), &json!({"last_rev": 1_203})), "{first}");
+    assert_eq!(home.number("SELECT COUNT(DISTINCT revision) FROM scm_svn_revisions"), 1_203);
+    assert_eq!(home.text("SELECT message FROM scm_svn_revisions WHERE revision = 1203"), "change 1203");
+    assert!(home.number("SELECT at FROM scm_svn_revisions WHERE revision = 7") == 0, "the first moment");
+    assert_eq!(sync(&home, &["svn", &url])["seen"], 0);
+}
+
 /// What the stand-in for GitLab has and does.
 #[derive(Default)]
 struct GitlabState {
