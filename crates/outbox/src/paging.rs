@@ -120,7 +120,7 @@ pub async fn page(
     Ok(page.looked_down_to(down_to))
 }
 
-/// At most `limit` rows, and the id down to which they are all there are: 0 if there are no more, or `limit` of them.
+/// At most `limit` rows, and the id down to which they are all there are; 0 where nothing was left out for its place.
 pub(crate) async fn part(
     tx: &mut (dyn Tx + Send),
     rows: &Rows<'_>,
