@@ -151,7 +151,7 @@ impl Memories {
 
     /// The audit, newest first.
     pub async fn audit(&self, filter: AuditFilter) -> Result<Page<AuditRow>> {
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Look, move |tx| {
             let filter = filter.clone();
             Box::pin(async move { audit::list(tx, &filter).await })
         })

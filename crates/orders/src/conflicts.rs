@@ -26,7 +26,7 @@ pub struct Conflict {
 impl Orders {
     /// The newest conflicts with ids below `before`, at most `limit`.
     pub async fn conflicts(&self, before: Option<i64>, limit: u32) -> Result<Page<Conflict>> {
-        let found = self.transact(Mode::Read, move |tx| {
+        let found = self.transact(Mode::Look, move |tx| {
             Box::pin(async move {
                 let sql = format!(
                     "SELECT id, idempotency_key, request_digest, instrument, outbox_id, times, first_seen_at, last_seen_at

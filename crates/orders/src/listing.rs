@@ -60,7 +60,7 @@ impl Orders {
 
     async fn entries(&self, keys: Vec<String>) -> Result<HashMap<String, Entry>> {
         let keys = Arc::new(keys);
-        let found = self.transact(Mode::Read, move |tx| {
+        let found = self.transact(Mode::Look, move |tx| {
             let keys = keys.clone();
             Box::pin(async move {
                 let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -73,7 +73,7 @@ impl Orders {
     /// Nothing else is due that far ahead.
     async fn parked(&self, before: Option<i64>, limit: u32) -> Result<Page<i64>> {
         let shards = self.0.outbox.lanes().get(LANE)?.shards;
-        let found = self.transact(Mode::Read, move |tx| {
+        let found = self.transact(Mode::Look, move |tx| {
             Box::pin(async move {
                 let ahead = (PARKED_FOR / 2).as_micros() as i64;
                 let mut candidates = Vec::new();
@@ -91,7 +91,7 @@ impl Orders {
                 let wanted = Wanted::default()
                     .is("lane", Some(LANE))
                     .is("last_error_code", Some(code::NEEDS_RECONCILE))
-                    .and(&format!("NULLIF(due_at, NULL) > {far}"), params);
+                    .and(&format!("COALESCE(due_at, due_at) > {far}"), params);
                 let rows = Rows { table: "outbox", id: "id", columns: "id".to_owned(), bound: vec![], wanted };
                 paging::page(tx, &rows, few, before, limit).await?.read(|row| row.int(0))
             })

@@ -114,7 +114,8 @@ async fn few(tx: &mut (dyn Tx + Send), filter: &Filter, done: bool) -> Result<Op
     for lane in lanes {
         let mut of = |sql: &str| candidates.push(Candidates::new(sql, [lane.as_str().into()]));
         if !done {
-            of("SELECT id FROM outbox WHERE lane = ? ORDER BY shard_id, due_at, id");
+            // From the end: what PostgreSQL has not cleared away yet lies at the head.
+            of("SELECT id FROM outbox WHERE lane = ? ORDER BY shard_id DESC, due_at DESC, id DESC");
         }
         for status in ["sent", "dead"].into_iter().filter(|_| done) {
             if filter.status.is_none_or(|wanted| wanted.as_str() == status) {

@@ -468,7 +468,7 @@ impl Outbox {
 
     /// How fast things went within `window`, who holds what, and how long the oldest waits. Bounded, whatever there is.
     pub async fn pulse(&self, window: Duration) -> Result<Pulse> {
-        transact(&*self.store, Mode::Read, move |tx| Box::pin(crate::pulse::pulse(tx, window))).await
+        transact(&*self.store, Mode::Look, move |tx| Box::pin(crate::pulse::pulse(tx, window))).await
     }
 
     /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history.
@@ -493,7 +493,7 @@ impl Outbox {
     /// says how far it has looked.
     pub async fn list(&self, filter: Filter) -> Result<Page<Shown>> {
         let filter = Arc::new(filter);
-        transact(&*self.store, Mode::Read, move |tx| {
+        transact(&*self.store, Mode::Look, move |tx| {
             let filter = filter.clone();
             Box::pin(async move { looking::list(tx, &filter).await })
         })

@@ -64,7 +64,7 @@ impl Wanted {
     /// A column that has this value, if one is asked for.
     pub fn is(mut self, column: &str, value: Option<impl Into<Value>>) -> Self {
         if let Some(value) = value {
-            self.sql.push_str(&format!(" AND NULLIF({column}, NULL) = ?"));
+            self.sql.push_str(&format!(" AND COALESCE({column}, {column}) = ?"));
             self.params.push(value.into());
         }
         self

@@ -211,10 +211,12 @@ pub struct Filter {
     pub limit: u32,
 }
 
-/// Whether a transaction of the store's own will write.
+/// What a transaction of the store's own is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Read,
+    /// Reads so many entries of an index and no more, whatever the database believes of its tables.
+    Look,
     Write,
 }
 

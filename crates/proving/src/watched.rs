@@ -138,6 +138,30 @@ impl WatchedTx<'_> {
         rows.iter().map(|row| Ok(row.text(1)?.parse::<u64>().unwrap_or(0))).sum()
     }
 
+    /// PostgreSQL does not tell of entries of an index that it read and left out. It does so where a question names a column
+    /// of the index but not one before it.
+    async fn assert_no_gap(&mut self, sql: &str, plan: &[String]) -> Result<()> {
+        for (scan, condition) in plan.iter().zip(plan.iter().skip(1)) {
+            let name = scan.split("Scan using ").nth(1).and_then(|rest| rest.split(' ').next());
+            let (Some(index), Some(condition)) = (name, condition.trim().strip_prefix("Index Cond: ")) else {
+                continue;
+            };
+            let columns = "SELECT attname::text FROM pg_attribute WHERE attrelid = ?::text::regclass ORDER BY attnum";
+            let columns = self.tx.query(columns, &[index.into()]).await?;
+            let named = |column: &str| {
+                condition.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == column)
+            };
+            let named: Vec<bool> = columns.iter().map(|row| Ok(named(&row.text(0)?))).collect::<Result<_>>()?;
+            let gap = named.iter().position(|named| !named).is_some_and(|gap| named[gap..].contains(&true));
+            assert!(
+                !gap,
+                "{sql} searches {index} by {condition} and reads all that lies between:\n{}",
+                plan.join("\n")
+            );
+        }
+        Ok(())
+    }
+
     /// What a question costs that is asked beside the real one.
     async fn cost_beside(&mut self, sql: &str, params: &[Value]) -> Result<u64> {
         match &self.again {
@@ -149,6 +173,7 @@ impl WatchedTx<'_> {
                 let sql = format!("EXPLAIN (ANALYZE, TIMING OFF, SUMMARY OFF) {sql}");
                 let plan: Vec<String> =
                     self.tx.query(&sql, params).await?.iter().map(|row| row.text(0)).collect::<Result<_>>()?;
+                self.assert_no_gap(&sql, &plan).await?;
                 Ok(rows_looked_at(&plan))
             }
         }

@@ -2,7 +2,7 @@
 //! What a sample costs decides how often one is taken, so that looking stays cheap.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -74,8 +74,6 @@ pub struct Live {
     holders: Mutex<Vec<Holder>>,
     watching: AtomicUsize,
     wanted: tokio::sync::Notify,
-    /// Microseconds that samples took.
-    spent: AtomicU64,
 }
 
 impl Live {
@@ -88,7 +86,6 @@ impl Live {
             holders: Mutex::default(),
             watching: AtomicUsize::new(0),
             wanted: tokio::sync::Notify::new(),
-            spent: AtomicU64::new(0),
         })
     }
 
@@ -100,18 +97,9 @@ impl Live {
             let mut last = Tick::now();
             loop {
                 let begun = Tick::now();
-                let window = begun.since(last).clamp(WATCHED, UNWATCHED);
+                let window = begun.since(last);
                 last = begun;
-                live.put(match live.sample(&mut counting, window).await {
-                    Ok(sample) => sample,
-                    Err(error) => {
-                        tracing::debug!(%error, "no sample of how things go");
-                        Sample { stale: true, at_ms: wall_ms(), ..(**live.newest.borrow()).clone() }
-                    }
-                });
-                let took = Tick::now().since(begun);
-                live.spent.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
-                let pause = (took * SHARE).clamp(WATCHED, KEPT);
+                let pause = pause_after(live.look(&mut counting, window).await);
                 let rest = async {
                     if live.watching.load(Ordering::Relaxed) == 0 {
                         // Whoever comes to look is not left waiting.
@@ -126,6 +114,20 @@ impl Live {
             }
             live.newest.send_replace(Arc::new(Sample { at_ms: -1, ..Sample::default() }));
         })
+    }
+
+    /// Takes one sample, with what was counted and rates over the time since the last one; answers how long that took.
+    pub async fn look(&self, counting: &mut Counting, window: Duration) -> Duration {
+        let begun = Tick::now();
+        let sample = match self.sample(counting, window.clamp(WATCHED, UNWATCHED)).await {
+            Ok(sample) => sample,
+            Err(error) => {
+                tracing::debug!(%error, "no sample of how things go");
+                Sample { stale: true, at_ms: wall_ms(), ..(**self.newest.borrow()).clone() }
+            }
+        };
+        self.put(sample);
+        Tick::now().since(begun)
     }
 
     async fn sample(&self, counting: &mut Counting, window: Duration) -> postrider::Result<Sample> {
@@ -164,11 +166,6 @@ impl Live {
         held.into_values().collect()
     }
 
-    /// How long samples took so far, together.
-    pub fn spent(&self) -> Duration {
-        Duration::from_micros(self.spent.load(Ordering::Relaxed))
-    }
-
     /// Each sample as it comes; one before 1970 is the end.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Sample>> {
         self.newest.subscribe()
@@ -179,13 +176,18 @@ impl Live {
     }
 }
 
+/// How long a sample that took so long is to last.
+pub fn pause_after(took: Duration) -> Duration {
+    (took * SHARE).clamp(WATCHED, KEPT)
+}
+
 fn wall_ms() -> i64 {
     postrider::clock::wall().micros() / 1000
 }
 
 /// The live messages, counted as often as it is cheap.
 #[derive(Default)]
-struct Counting {
+pub struct Counting {
     lanes: BTreeMap<String, LaneStats>,
     at: Timestamp,
     /// When it was last done, and for how long that will do.

@@ -90,7 +90,10 @@ impl DeadLetterFilter {
         let mut wanted = Wanted::default()
             .is("d.subscription_id", self.subscription_id)
             .is("d.final_error_code", self.error_code.clone());
-        let moments = [("NULLIF(d.failed_at, NULL) >= ?", self.from), ("NULLIF(d.failed_at, NULL) < ?", self.to)];
+        let moments = [
+            ("COALESCE(d.failed_at, d.failed_at) >= ?", self.from),
+            ("COALESCE(d.failed_at, d.failed_at) < ?", self.to),
+        ];
         for (condition, moment) in moments {
             wanted = if moment.is_some() { wanted.and(condition, moment.map(Value::from)) } else { wanted };
         }
@@ -122,7 +125,7 @@ impl Webhooks {
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<DeadLetter>> {
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Look, move |tx| {
             let filter = filter.clone();
             Box::pin(async move {
                 let few = paging::few(tx, &filter.candidates()).await?;
@@ -155,7 +158,7 @@ impl Webhooks {
     /// How many of those that wait match, and their ids in order, at most `limit`.
     pub async fn requeueable(&self, filter: DeadLetterFilter, after: i64, limit: u32) -> Result<(i64, Vec<i64>)> {
         let filter = DeadLetterFilter { waiting: true, ..filter };
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Look, move |tx| {
             let filter = filter.clone();
             Box::pin(async move {
                 let mut params: Vec<Value> = vec![after.into()];

@@ -105,7 +105,7 @@ fn event(row: &Row) -> Result<EventShown> {
 impl Webhooks {
     async fn rows(&self, sql: String, params: Vec<Value>) -> Result<Vec<Row>> {
         let work = std::sync::Arc::new((sql, params));
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Look, move |tx| {
             let work = work.clone();
             Box::pin(async move { tx.query(&work.0, &work.1).await })
         })
@@ -121,7 +121,10 @@ impl Webhooks {
         let mut params: Vec<Value> = vec![before.unwrap_or(i64::MAX).into()];
         let of_type = if event_type.is_some() { " AND event_type = ?" } else { "" };
         params.extend(event_type.map(Value::from));
-        let sql = format!("SELECT {EVENT} FROM events WHERE id < ?{of_type} ORDER BY id DESC LIMIT {}", limit + 1);
+        let sql = format!(
+            "SELECT {EVENT} FROM events WHERE id < ?{of_type} ORDER BY id DESC LIMIT {}",
+            limit.saturating_add(1)
+        );
         let events = self.rows(sql, params).await?.iter().map(event).collect::<Result<Vec<_>>>()?;
         Ok(Page::of(events, limit as usize, |event| event.id))
     }
@@ -143,7 +146,7 @@ impl Webhooks {
     pub async fn sagas(&self, filter: SagaFilter) -> Result<Page<Saga>> {
         let SagaFilter { status, subscription_id, event_id, before, limit } = filter;
         let asked = (status, subscription_id, event_id);
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Look, move |tx| {
             let (status, subscription_id, event_id) = asked.clone();
             Box::pin(async move {
                 let by = |condition: &str, params: Vec<Value>| {

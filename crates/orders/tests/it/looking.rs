@@ -54,10 +54,9 @@ async fn lists_and_the_reaper_are_bounded(ground: Ground) {
         .await
         .unwrap();
     }
-    match dialect {
-        "postgres" => drop(home.rows("ANALYZE").await),
-        "mysql" => drop(home.rows("ANALYZE TABLE outbox, outbox_done, outbox_keys").await),
-        _ => {}
+    // PostgreSQL has no statistics yet, and must do without.
+    if dialect == "mysql" {
+        home.rows("ANALYZE TABLE outbox, outbox_done, outbox_keys").await;
     }
     let watched = Watched::over(home.outbox.store().clone(), &url);
     let outbox = Outbox::new(watched.clone() as Arc<dyn postrider::store::Store>);

@@ -32,10 +32,12 @@ use crate::time::{Timestamp, micros_of};
 use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, numbered};
 
 /// READ COMMITTED whatever the role's default.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+
 /// The hot statements walk an index in its order or look ids up, always: with statistics from a smaller day PostgreSQL
 /// would rather sort all that is due, for every claim.
 #[doc(hidden)]
-pub const BEGIN: &str =
+pub const BEGIN_BY_INDEX: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_seqscan = off";
 
 pub struct PostgresStore {
@@ -123,7 +125,7 @@ impl Connection {
         let statement = self.prepared(sql).await?;
         let clock = self.prepared("SELECT clock_timestamp()").await?;
         let (begun, rows, clock, committed) = join4(
-            self.client.batch_execute(BEGIN),
+            self.client.batch_execute(BEGIN_BY_INDEX),
             self.client.query(&statement, params),
             self.client.query_one(&clock, &[]),
             self.client.batch_execute("COMMIT"),
@@ -403,12 +405,16 @@ impl PostgresStore {
     }
 }
 
-async fn in_transaction(connection: &mut Connection, skew: i64, silence: Duration, work: &mut Work) -> Result<()> {
+async fn in_transaction(
+    connection: &mut Connection,
+    mode: Mode,
+    skew: i64,
+    silence: Duration,
+    work: &mut Work,
+) -> Result<()> {
+    let begin = if mode == Mode::Look { BEGIN_BY_INDEX } else { BEGIN };
     // A transaction cut off by the network must not hold its locks for long.
-    let begin = format!(
-        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = {}",
-        silence.as_millis()
-    );
+    let begin = format!("{begin}; SET LOCAL idle_in_transaction_session_timeout = {}", silence.as_millis());
     let mut tx = PostgresTx { connection, skew, begin: Some(begin), failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
@@ -646,14 +652,14 @@ impl Store for PostgresStore {
         .await
     }
 
-    async fn transact(&self, _: Mode, work: Work) -> Result<()> {
+    async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
         rerun(|| async {
             let mut loan = self.pool.take().await?;
             let mut work = work.lock().await;
             let answer = self
                 .pool
-                .timed(in_transaction(&mut loan.connection, self.skew.micros(), self.silence, &mut work))
+                .timed(in_transaction(&mut loan.connection, mode, self.skew.micros(), self.silence, &mut work))
                 .await?;
             self.keep_if_clean(loan, &answer);
             answer

@@ -106,7 +106,7 @@ impl SqliteStore {
             let result = tx.map_or_else(|| Err(Error::database("no transaction")), |tx| in_request(tx, work));
             (result.is_ok(), Box::new(move |committed: Result<()>| drop(reply.send(committed.and(result)))))
         });
-        let queue = if mode == Mode::Read { self.reader.as_ref().unwrap_or(&self.writer) } else { &self.writer };
+        let queue = if mode == Mode::Write { &self.writer } else { self.reader.as_ref().unwrap_or(&self.writer) };
         let closed = || Error::new(Kind::Unreachable, "the SQLite thread is gone");
         queue.send(Request { job, hot }).map_err(|_| closed())?;
         match tokio::time::timeout(self.deadline, answer).await {

@@ -82,7 +82,7 @@ async fn postgres_plans_of(client: &tokio_postgres::Client, sql: &str, values: &
             .batch_execute(&format!("DEALLOCATE ALL; SET plan_cache_mode = {mode}; PREPARE p AS {sql}"))
             .await
             .expect(sql);
-        client.batch_execute(postrider::stores::postgres::BEGIN).await.expect("begin");
+        client.batch_execute(postrider::stores::postgres::BEGIN_BY_INDEX).await.expect("begin");
         let rows = client.simple_query(&format!("EXPLAIN EXECUTE p({values})")).await.expect(values);
         client.batch_execute("ROLLBACK").await.expect("roll back");
         for row in rows {

@@ -132,13 +132,8 @@ async fn fill(db: &Database, lane: &str, messages: u32, ended: u32) {
              SELECT id, {columns}, CASE WHEN id % 6 = 0 THEN 'dead' ELSE 'sent' END, created_at FROM outbox WHERE lane = '{lane}' AND id < {below}"
         ),
         format!("DELETE FROM outbox WHERE lane = '{lane}' AND id < {below}"),
-        // SQLite has no statistics unless somebody asks for them, and we do not.
-        match db.dialect {
-            Dialect::Sqlite => "SELECT 1",
-            Dialect::Postgres => "ANALYZE",
-            Dialect::Mysql => "ANALYZE TABLE outbox, outbox_done",
-        }
-        .to_owned(),
+        // SQLite and PostgreSQL have no statistics until somebody asks for them.
+        if db.dialect == Dialect::Mysql { "ANALYZE TABLE outbox, outbox_done" } else { "SELECT 1" }.to_owned(),
     ] {
         raw.run(&sql).await.unwrap();
     }

@@ -1,99 +1,172 @@
-//! What an open dashboard costs: the same drain with nobody looking and with somebody who does, in turns.
+//! What an open dashboard costs: one drain, with a page that is open and closed in turns. Windows next to each other are
+//! compared: drains differ far more among themselves than by somebody who looks.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use postrider::Outbox;
+use async_trait::async_trait;
 use postrider::clock::Tick;
 use postrider::store::Filter;
+use postrider::{Courier, Message, Outbox, Outcome};
 use serde_json::{Value, json};
-use tokio::sync::watch;
 
-use super::drain::drain_with_worker;
+use super::drain::drain_with;
 use super::scratch::{self, LANE, Scratch, fill};
-use super::{Bench, median, rate, timed};
-use crate::failure::Result;
-use crate::live::{Live, Watching};
+use super::{Bench, rate};
+use crate::failure::{Failure, Result};
+use crate::live::{Counting, Live, pause_after};
 
-/// Pairs that are compared; the first is for files that grow and caches that fill.
-const PAIRS: usize = 7;
-/// How often the page of messages asks again.
-const PAGE_EVERY: Duration = Duration::from_secs(2);
+/// Pairs of windows that are compared, from as many drains as that takes.
+const PAIRS: usize = 16;
+/// How long the page stays open, and closed.
+const WINDOW: Duration = Duration::from_secs(2);
 
 pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
-    let messages = bench.messages.unwrap_or(500_000);
+    let messages = bench.messages.unwrap_or(2_000_000);
     let outbox = scratch.outbox().await?;
-    let mut shares = Vec::new();
-    let mut drain = async |watched: bool| {
+    let mut pairs = Vec::new();
+    while pairs.len() < PAIRS {
         fill(&outbox, messages, bench.payload_bytes).await?;
         scratch.analyze(&["outbox"]).await?;
-        // A process of its own, as far as the database can tell.
-        let looking = if watched { Some(Looking::start(scratch::outbox(scratch.url()).await?).await) } else { None };
-        let took = timed(drain_with_worker(outbox.clone(), messages, bench.batch)).await?.1;
-        if let Some(looking) = looking {
-            shares.push(looking.stop().await.as_secs_f64() / took.as_secs_f64());
-        }
-        Ok::<_, crate::failure::Failure>(rate(messages, took))
-    };
-    let (mut alone, mut watched, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..=PAIRS {
-        // Each goes first as often as the other.
-        let first = drain(pair % 2 == 0).await?;
-        let second = drain(pair % 2 != 0).await?;
-        let (with, without) = if pair % 2 == 0 { (first, second) } else { (second, first) };
-        if pair > 0 {
-            alone.push(without);
-            watched.push(with);
-            ratios.push(with / without);
+        let windows = drain_in_windows(outbox.clone(), scratch, messages, bench.batch).await?;
+        // The first pair is for files that grow and caches that fill.
+        let before = pairs.len();
+        pairs.extend(windows.chunks_exact(2).skip(1).map(Pair::of));
+        if pairs.len() == before {
+            return Err(Failure::usage("the drain was over too soon; give it more --messages"));
         }
     }
-    let rounds = ratios.clone();
+    let sum = |of: fn(&Pair) -> f64| pairs.iter().map(of).sum::<f64>();
+    let count = pairs.len() as f64;
+    let ratios: Vec<f64> = pairs.iter().map(|pair| pair.open / pair.closed).collect();
+    let mean = ratios.iter().sum::<f64>() / count;
+    let variance = ratios.iter().map(|ratio| (ratio - mean).powi(2)).sum::<f64>() / (count - 1.0);
     Ok(json!({
         "bench": "drain", "messages": messages, "payload_bytes": bench.payload_bytes, "batch": bench.batch,
-        "per_second": median(&mut alone), "per_second_watched": median(&mut watched),
-        "watched_ratio": median(&mut ratios), "watched_rounds": rounds, "looking_share": median(&mut shares),
+        "per_second": sum(|pair| pair.closed) / count, "per_second_watched": sum(|pair| pair.open) / count,
+        "watched_ratio": mean, "watched_error": (variance / count).sqrt(), "watched_rounds": ratios,
+        "looking_share": sum(|pair| pair.looking) / count,
     }))
 }
 
-/// What a page that is open has the server ask: samples, and a list.
-struct Looking {
-    stop: watch::Sender<bool>,
-    asking: tokio::task::JoinHandle<Duration>,
+/// What went in so much time, and which part of that time the page's questions took.
+struct Window {
+    open: bool,
+    per_second: f64,
+    looking: f64,
 }
 
-impl Looking {
-    /// It is open already when the drain begins.
-    async fn start(outbox: Outbox) -> Looking {
-        let (stop, mut stopped) = watch::channel(false);
+/// Messages a second while the page was open and while it was closed.
+struct Pair {
+    open: f64,
+    closed: f64,
+    looking: f64,
+}
+
+impl Pair {
+    fn of(windows: &[Window]) -> Pair {
+        let of = |open: bool| windows.iter().find(|window| window.open == open);
+        let rate = |open: bool| of(open).map_or(f64::NAN, |window| window.per_second);
+        Pair { open: rate(true), closed: rate(false), looking: of(true).map_or(f64::NAN, |window| window.looking) }
+    }
+}
+
+async fn drain_in_windows(outbox: Outbox, scratch: &Scratch, messages: usize, batch: usize) -> Result<Vec<Window>> {
+    // A process of its own, as far as the database can tell; it is there already when the drain begins.
+    let mut page = Page::of(scratch::outbox(scratch.url()).await?);
+    page.ask().await;
+    let counted = Arc::new(Counted::default());
+    let draining = drain_with(vec![outbox], counted.clone(), messages, 2 * batch, batch);
+    let mut windows = Vec::new();
+    let looking = async {
+        // Each goes first as often as the other.
+        for open in [true, false, false, true].into_iter().cycle() {
+            let (sent, begun) = (counted.so_far(), Tick::now());
+            let looked = if open {
+                page.stay_open(WINDOW).await
+            } else {
+                tokio::time::sleep(WINDOW).await;
+                Duration::ZERO
+            };
+            let took = Tick::now().since(begun);
+            windows.push(Window {
+                open,
+                per_second: rate(counted.so_far() - sent, took),
+                looking: looked.as_secs_f64() / took.as_secs_f64(),
+            });
+        }
+    };
+    tokio::select! {
+        drained = draining => drained?,
+        () = looking => {}
+    }
+    Ok(windows)
+}
+
+/// Counts what it sends nowhere.
+#[derive(Default)]
+struct Counted(AtomicUsize);
+
+impl Counted {
+    fn so_far(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+#[async_trait]
+impl Courier for Counted {
+    async fn deliver(&self, _: &Message) -> Outcome {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Outcome::sent()
+    }
+}
+
+/// What a page has the server ask while it is open: samples, and a list; each the less often the longer its answer takes.
+struct Page {
+    outbox: Outbox,
+    live: Arc<Live>,
+    counting: Counting,
+    sample_at: Tick,
+    list_at: Tick,
+}
+
+impl Page {
+    fn of(outbox: Outbox) -> Page {
         let live = Live::new(outbox.clone(), None);
-        let mut newest = live.subscribe();
-        let watching = Watching::new(live.clone());
-        let sampling = live.start(stopped.clone());
-        let _ = newest.changed().await;
-        let before = live.spent();
-        let asking = tokio::spawn(async move {
-            let _watching = watching;
-            let page = Filter { lane: Some(LANE.to_owned()), limit: 50, ..Filter::default() };
-            let mut listing = Duration::ZERO;
-            loop {
-                let begun = Tick::now();
-                if let Err(error) = outbox.list(page.clone()).await {
-                    tracing::warn!(%error, "the page could not be read");
-                }
-                listing += Tick::now().since(begun);
-                tokio::select! {
-                    () = tokio::time::sleep(PAGE_EVERY) => {}
-                    _ = stopped.wait_for(|stop| *stop) => break,
-                }
-            }
-            let _ = sampling.await;
-            listing + live.spent().saturating_sub(before)
-        });
-        Looking { stop, asking }
+        Page { outbox, live, counting: Counting::default(), sample_at: Tick::now(), list_at: Tick::now() }
     }
 
-    /// How long its questions took, together.
-    async fn stop(self) -> Duration {
-        let _ = self.stop.send(true);
-        self.asking.await.unwrap_or_default()
+    /// Asks what is to be asked by now; answers how long that took.
+    async fn ask(&mut self) -> Duration {
+        let begun = Tick::now();
+        if begun >= self.sample_at {
+            let took = self.live.look(&mut self.counting, WINDOW).await;
+            self.sample_at = Tick::now().plus(pause_after(took));
+        }
+        let sampled = Tick::now();
+        if sampled >= self.list_at {
+            let filter = Filter { lane: Some(LANE.to_owned()), limit: 50, ..Filter::default() };
+            if let Err(error) = self.outbox.list(filter).await {
+                tracing::warn!(%error, "the page could not be read");
+            }
+            let listed = Tick::now();
+            // As the page itself does (`every` in app.js).
+            let pause = (listed.since(sampled) * 50).clamp(Duration::from_secs(2), Duration::from_secs(20));
+            self.list_at = listed.plus(pause);
+        }
+        Tick::now().since(begun)
+    }
+
+    /// For so long; answers how much of it its questions took.
+    async fn stay_open(&mut self, window: Duration) -> Duration {
+        let end = Tick::now().plus(window);
+        let mut looked = Duration::ZERO;
+        while Tick::now() < end {
+            looked += self.ask().await;
+            let next = self.sample_at.min(self.list_at).min(end);
+            tokio::time::sleep(next.since(Tick::now())).await;
+        }
+        looked
     }
 }
