@@ -55,22 +55,7 @@ pub const LANE: &str = "memory";
 pub const OWNER: &str = "postrider memory";
 
 /// The tables of this part: versions 401 to 499.
-pub const MIGRATIONS: [Migration; 2] = [
-    Migration {
-        version: 401,
-        name: "V401__memories",
-        sqlite: include_str!("../migrations/sqlite/V401__memories.sql"),
-        postgres: include_str!("../migrations/postgres/V401__memories.sql"),
-        mysql: include_str!("../migrations/mysql/V401__memories.sql"),
-    },
-    Migration {
-        version: 402,
-        name: "V402__scm",
-        sqlite: include_str!("../migrations/sqlite/V402__scm.sql"),
-        postgres: include_str!("../migrations/postgres/V402__scm.sql"),
-        mysql: include_str!("../migrations/mysql/V402__scm.sql"),
-    },
-];
+pub const MIGRATIONS: [Migration; 2] = postrider::migrations![401 "V401__memories", 402 "V402__scm"];
 
 #[derive(Clone, Debug)]
 pub struct Settings {

@@ -51,29 +51,8 @@ pub(crate) const PARKED_FOR: Duration = Duration::from_secs(100 * 365 * 24 * 360
 const NEVER: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// The tables of this part: versions 301 to 399.
-pub const MIGRATIONS: [Migration; 3] = [
-    Migration {
-        version: 301,
-        name: "V301__orders",
-        sqlite: include_str!("../migrations/sqlite/V301__orders.sql"),
-        postgres: include_str!("../migrations/postgres/V301__orders.sql"),
-        mysql: include_str!("../migrations/mysql/V301__orders.sql"),
-    },
-    Migration {
-        version: 302,
-        name: "V302__expiry_by_key",
-        sqlite: include_str!("../migrations/sqlite/V302__expiry_by_key.sql"),
-        postgres: include_str!("../migrations/postgres/V302__expiry_by_key.sql"),
-        mysql: include_str!("../migrations/mysql/V302__expiry_by_key.sql"),
-    },
-    Migration {
-        version: 303,
-        name: "V303__conflicts",
-        sqlite: include_str!("../migrations/sqlite/V303__conflicts.sql"),
-        postgres: include_str!("../migrations/postgres/V303__conflicts.sql"),
-        mysql: include_str!("../migrations/mysql/V303__conflicts.sql"),
-    },
-];
+pub const MIGRATIONS: [Migration; 3] =
+    postrider::migrations![301 "V301__orders", 302 "V302__expiry_by_key", 303 "V303__conflicts"];
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {

@@ -20,9 +20,12 @@ pub struct Migration {
 #[derive(Clone, Debug)]
 pub struct Schema(Vec<Migration>);
 
+/// The steps of a part: their numbers and the names of their files, in `migrations/sqlite`, `postgres` and `mysql` beside
+/// the folder of the file this is written in.
+#[macro_export]
 macro_rules! migrations {
     ($($version:literal $name:literal),* $(,)?) => {
-        &[$(Migration {
+        [$($crate::Migration {
             version: $version,
             name: $name,
             sqlite: include_str!(concat!("../migrations/sqlite/", $name, ".sql")),
@@ -32,7 +35,7 @@ macro_rules! migrations {
     };
 }
 
-const MIGRATIONS: &[Migration] = migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses", 4 "V004__alerts", 5 "V005__keys_by_lane"];
+const MIGRATIONS: &[Migration] = &migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses", 4 "V004__alerts", 5 "V005__keys_by_lane"];
 
 /// Versions beyond its hundred are of a time this binary knows nothing about.
 const LAST_PART: i64 = 5;

@@ -8,19 +8,4 @@ pub fn migrations() -> Vec<Migration> {
     MIGRATIONS.into_iter().chain(parts).chain(postrider_memories::MIGRATIONS).collect()
 }
 
-const MIGRATIONS: [Migration; 2] = [
-    Migration {
-        version: 101,
-        name: "V101__tokens",
-        sqlite: include_str!("../migrations/sqlite/V101__tokens.sql"),
-        postgres: include_str!("../migrations/postgres/V101__tokens.sql"),
-        mysql: include_str!("../migrations/mysql/V101__tokens.sql"),
-    },
-    Migration {
-        version: 102,
-        name: "V102__workers",
-        sqlite: include_str!("../migrations/sqlite/V102__workers.sql"),
-        postgres: include_str!("../migrations/postgres/V102__workers.sql"),
-        mysql: include_str!("../migrations/mysql/V102__workers.sql"),
-    },
-];
+const MIGRATIONS: [Migration; 2] = postrider::migrations![101 "V101__tokens", 102 "V102__workers"];

@@ -52,13 +52,7 @@ pub const LANE: &str = "webhooks";
 pub const OWNER: &str = "postrider webhooks";
 
 /// The tables of this part: versions 201 to 299.
-pub const MIGRATIONS: [Migration; 1] = [Migration {
-    version: 201,
-    name: "V201__webhooks",
-    sqlite: include_str!("../migrations/sqlite/V201__webhooks.sql"),
-    postgres: include_str!("../migrations/postgres/V201__webhooks.sql"),
-    mysql: include_str!("../migrations/mysql/V201__webhooks.sql"),
-}];
+pub const MIGRATIONS: [Migration; 1] = postrider::migrations![201 "V201__webhooks"];
 
 /// How webhooks are delivered unless a subscription says otherwise.
 #[derive(Clone, Debug)]

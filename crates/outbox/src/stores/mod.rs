@@ -29,6 +29,8 @@ use crate::settle;
 use crate::store::{Mark, Mode, Seen, Store, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::Row;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+use crate::{cold, lease::Lease};
 
 /// How a store talks to its database.
 #[derive(Clone, Debug)]
@@ -226,6 +228,34 @@ async fn settle_whole(
     transact(store, Mode::Write, move |tx| {
         let work = work.clone();
         Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3).await })
+    })
+    .await
+}
+
+/// `Store::renew` of the servers.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+async fn renew(store: &dyn Store, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    let work = Arc::new((owner.to_owned(), leases.to_vec()));
+    transact(store, Mode::Write, move |tx| {
+        let work = work.clone();
+        Box::pin(async move { cold::renew(tx, &work.0, &work.1, lease).await })
+    })
+    .await
+}
+
+/// `Store::defer` of the servers.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+async fn defer(
+    store: &dyn Store,
+    owner: &str,
+    leases: &[Lease],
+    delay: Duration,
+    code: Option<&str>,
+) -> Result<Vec<bool>> {
+    let work = Arc::new((owner.to_owned(), leases.to_vec(), code.map(str::to_owned)));
+    transact(store, Mode::Write, move |tx| {
+        let work = work.clone();
+        Box::pin(async move { cold::defer(tx, &work.0, &work.1, delay, work.2.as_deref()).await })
     })
     .await
 }

@@ -703,21 +703,11 @@ impl Store for MysqlStore {
     }
 
     async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
-        let work = Arc::new((owner.to_owned(), leases.to_vec()));
-        transact(self, Mode::Write, move |tx| {
-            let work = work.clone();
-            Box::pin(async move { cold::renew(tx, &work.0, &work.1, lease).await })
-        })
-        .await
+        super::renew(self, owner, leases, lease).await
     }
 
     async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        let work = Arc::new((owner.to_owned(), leases.to_vec(), code.map(str::to_owned)));
-        transact(self, Mode::Write, move |tx| {
-            let work = work.clone();
-            Box::pin(async move { cold::defer(tx, &work.0, &work.1, delay, work.2.as_deref()).await })
-        })
-        .await
+        super::defer(self, owner, leases, delay, code).await
     }
 
     async fn transact(&self, _: Mode, work: Work) -> Result<()> {
