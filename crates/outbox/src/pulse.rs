@@ -31,6 +31,8 @@ pub struct LanePulse {
     pub retries_per_second: f64,
     /// Age of the oldest message that is due and not held, among those at the head.
     pub oldest_due_seconds: f64,
+    /// Everything at the head is held: there may be older ones behind it.
+    pub head_is_held: bool,
     pub paused: bool,
 }
 
@@ -47,7 +49,7 @@ pub struct Holder {
 }
 
 /// So many were seen, the earliest that long ago; `most` would be seen.
-fn per_second(seen: u64, most: u64, earliest: Duration, window: Duration) -> f64 {
+pub fn per_second(seen: u64, most: u64, earliest: Duration, window: Duration) -> f64 {
     let span = if seen < most { window } else { earliest.min(window) };
     seen as f64 / span.as_secs_f64().max(0.001)
 }
@@ -138,18 +140,28 @@ async fn head(
                ORDER BY due_at, id LIMIT {HEAD}) head GROUP BY 1",
         now[0], now[1]
     );
-    for row in tx.query(&sql, &params).await? {
+    let rows = tx.query(&sql, &params).await?;
+    let (mut held, mut free) = (0, false);
+    for row in rows {
         match row.opt_text(0)? {
-            None => of_lane.oldest_due_seconds = of_lane.oldest_due_seconds.max(ago(&row, 2, 5)?.as_secs_f64()),
-            Some(worker) => pulse.holders.push(Holder {
-                worker,
-                lane: lane.to_owned(),
-                holds: row.int(1)? as u64,
-                since: row.opt_time(3)?.unwrap_or_default(),
-                lease_until: row.opt_time(4)?.unwrap_or_default(),
-            }),
+            None => {
+                free = true;
+                of_lane.oldest_due_seconds = of_lane.oldest_due_seconds.max(ago(&row, 2, 5)?.as_secs_f64());
+            }
+            Some(worker) => {
+                let holds = row.int(1)? as u64;
+                held += holds;
+                pulse.holders.push(Holder {
+                    worker,
+                    lane: lane.to_owned(),
+                    holds,
+                    since: row.opt_time(3)?.unwrap_or_default(),
+                    lease_until: row.opt_time(4)?.unwrap_or_default(),
+                });
+            }
         }
     }
+    of_lane.head_is_held |= !free && held >= HEAD;
     Ok(())
 }
 

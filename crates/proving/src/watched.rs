@@ -142,7 +142,8 @@ impl WatchedTx<'_> {
     /// of the index but not one before it.
     async fn assert_no_gap(&mut self, sql: &str, plan: &[String]) -> Result<()> {
         for (scan, condition) in plan.iter().zip(plan.iter().skip(1)) {
-            let name = scan.split("Scan using ").nth(1).and_then(|rest| rest.split(' ').next());
+            // Forwards, backwards, or of the index alone.
+            let name = scan.split(" using ").nth(1).and_then(|rest| rest.split(' ').next());
             let (Some(index), Some(condition)) = (name, condition.trim().strip_prefix("Index Cond: ")) else {
                 continue;
             };

@@ -152,6 +152,8 @@ document.addEventListener("link", ({ detail }) => {
   if (link.textContent !== text) link.textContent = text;
 });
 addEventListener("hashchange", () => { show(); main.focus(); });
+// The address is the page: a jump within it must not change it.
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 addEventListener("unhandledrejection", (event) => toast(String(event.reason?.message ?? event.reason), true));
 
 try {

@@ -58,7 +58,7 @@ export function timeline(message) {
     const by = one.worker ? ` by ${one.worker}` : "";
     const told = {
       retry: ["warn", `Attempt ${one.attempt} failed, to be tried again`],
-      dead: ["bad", `Attempt ${one.attempt} failed for good`],
+      dead: ["bad", one.attempt ? `Attempt ${one.attempt} failed for good` : "Buried without an attempt"],
       takeover: ["warn", "Taken over: its worker never came back"],
     }[one.kind] ?? ["", one.kind];
     steps.push({ at: one.at, kind: told[0], title: told[1], text: [one.code, one.error].filter(Boolean).join(": ") + by });

@@ -35,26 +35,31 @@ export function overview(main, { lane }) {
     await attempt(() => post(`/v1/lanes/${encodeURIComponent(name)}/${paused ? "resume" : "pause"}`), paused ? `Lane ${name} goes on.` : `Lane ${name} is paused.`);
   });
 
-  let shown = "";
+  let shown = "", noted = "";
   function draw() {
     const sample = past.at(-1);
     if (!sample) return fill(numbers, h("p", { class: "hint" }, "Waiting for the first numbers…"));
     const now = total(sample, lane);
-    const recent = past.slice(-30).map((one) => total(one, lane));
-    const average = (name) => recent.reduce((all, one) => all + one[name], 0) / recent.length;
+    // A stale sample only repeats what was known.
+    const known = past.filter((one) => !one.stale);
+    const recent = known.slice(-30).map((one) => total(one, lane));
+    const average = (name) => recent.reduce((all, one) => all + one[name], 0) / Math.max(recent.length, 1);
     const ended = average("sent") + average("dead") + average("retries");
     const success = ended > 0 ? `${((100 * average("sent")) / ended).toFixed(1)}` : "–";
     const counted = sample.at_ms - sample.counted_at_ms > 5000 ? `counted ${span((sample.at_ms - sample.counted_at_ms) / 1000)} ago` : "";
     fill(numbers, tiles([
-      ["Sent a second", rate(now.sent)], ["Waiting", number(now.pending), counted], ["Being delivered", number(now.leased)],
+      ["Sent a second", rate(now.sent)], ["Waiting", number(now.pending), counted], ["Leased", number(now.leased)],
       ["Oldest due", span(now.oldest), "", now.oldest > 60 ? "bad" : ""], ["Success", success, success === "–" ? "" : "%"],
       ["Dead a second", rate(now.dead), "", now.dead > 0 ? "bad" : ""], ["Workers", number(sample.workers), "", sample.workers ? "" : "bad"],
     ]));
-    fill(notes,
+    const told = [sample.stale, sample.openmemory, sample.workers === 0].join();
+    // What has not changed is not read out again.
+    if (told !== noted) fill(notes,
       sample.stale ? h("p", { class: "note bad", role: "alert" }, "The database does not answer. What is shown is from before.") : null,
       sample.openmemory === "failed" ? h("p", { class: "note" }, "OpenMemory is away: memories are deferred. ", h("a", { href: "#/memories" }, "See memories")) : null,
       sample.workers === 0 && !sample.stale ? h("p", { class: "note" }, "No worker has called lately. Start one: ", h("code", {}, "postrider worker")) : null);
-    for (const one of [rates, depth, age]) one.draw(past);
+    noted = told;
+    for (const one of [rates, depth, age]) one.draw(known);
     if (lane || pressed) return;
     const rows = Object.entries(sample.lanes);
     const now_shown = JSON.stringify(rows);
@@ -63,7 +68,7 @@ export function overview(main, { lane }) {
     fill(lanes, h("h2", {}, "Lanes"), table("Lanes", [
       ["Lane", "", ([name]) => h("a", { href: `#/lane/${encodeURIComponent(name)}`, id: `lane-${name}` }, name)],
       ["State", "", ([, one]) => badge(one.paused ? "paused" : "open", one.paused ? "warn" : "good")],
-      ["Waiting", "n", ([, one]) => number(one.pending)], ["Being delivered", "n", ([, one]) => number(one.leased)],
+      ["Waiting", "n", ([, one]) => number(one.pending)], ["Leased", "n", ([, one]) => number(one.leased)],
       ["Oldest due", "n", ([, one]) => span(one.oldest_due_seconds)], ["Sent /s", "n", ([, one]) => rate(one.sent_per_second)],
       ["Retried /s", "n", ([, one]) => rate(one.retries_per_second)], ["Dead /s", "n", ([, one]) => rate(one.dead_per_second)],
       ["", "", ([name, one]) => hold(name, one.paused)],

@@ -84,7 +84,7 @@ export function table(caption, columns, rows, empty) {
     const value = of(row);
     return n === 0 ? h("th", { scope: "row", class: kind }, value) : h("td", { class: kind }, value);
   };
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, id: `table-${caption.replace(/\W/g, "-")}` },
     h("table", {},
       h("caption", { class: "sr" }, caption),
       h("thead", {}, h("tr", {}, columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)))),
@@ -150,8 +150,10 @@ export async function attempt(work, done) {
 export function button(text, { id, allowed = true, kind = "quiet", why = "operate" }, work) {
   const node = h("button", { type: "button", class: kind, id, disabled: !allowed, title: allowed ? null : `Needs a token with the scope ${why}` }, text);
   node.addEventListener("click", async () => {
-    node.disabled = true;
-    try { await work(); } finally { node.disabled = !allowed; }
+    if (node.getAttribute("aria-busy")) return;
+    // Not disabled: it would lose the focus for good.
+    node.setAttribute("aria-busy", "true");
+    try { await work(); } finally { node.removeAttribute("aria-busy"); }
   });
   return node;
 }
@@ -160,7 +162,7 @@ export function button(text, { id, allowed = true, kind = "quiet", why = "operat
 export function pager(page, make) {
   const next = page.next_cursor;
   if (!next && !make.current) return null;
-  return h("div", { class: "pager" }, make.current ? h("a", { href: make(null) }, "Newest") : null, next ? h("a", { href: make(next), id: "older" }, page.items.length ? "Older" : "Search further") : null);
+  return h("div", { class: "pager" }, make.current ? h("a", { href: make(null), id: "newest" }, "Newest") : null, next ? h("a", { href: make(next), id: "older" }, page.items.length ? "Older" : "Search further") : null);
 }
 
 /** What an empty page says: a list looks only so far at a time. */

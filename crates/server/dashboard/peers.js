@@ -91,7 +91,7 @@ async function replay_events(one) {
 
 const saga_table = (items, empty = "No sagas.") => table("Sagas", [
   ["Saga", "", (s) => h("a", { href: `#/webhooks/sagas/${s.id}`, id: `g-${s.id}` }, String(s.id))], ["Event", "n", (s) => String(s.event_id)],
-  ["Subscription", "n", (s) => h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["State", "", (s) => badge(s.held ? "held" : s.status, s.held ? "warn" : undefined)],
+  ["Subscription", "n", (s) => h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["State", "", (s) => badge(s.held ? "parked" : s.status, s.held ? "warn" : undefined)],
   ["Attempts", "n", (s) => number(s.attempt_count)], ["Error", "", (s) => (s.final_error_code ? h("code", {}, s.final_error_code) : "–")], ["Next", "nowrap", (s) => (s.next_attempt_at ? moment(s.next_attempt_at) : "–")], ["Since", "nowrap", (s) => moment(s.created_at)],
 ], items, empty);
 
@@ -132,10 +132,10 @@ export function dead_letters(main, { cursor }, every) {
       const answer = await attempt(() => post("/v1/dead-letters/requeue", { filter: {}, dry_run: false }));
       if (!answer) break;
       back += answer.count;
-      skipped = answer.skipped;
+      skipped += answer.skipped;
       if (answer.count === 0 || back >= counted.count) break;
     }
-    toast(`${number(back)} dead letters are on their way again, ${number(skipped)} were left out.`);
+    toast(`${number(back)} dead letters are on their way again${skipped ? `, ${number(skipped)} were left out` : ""}.`);
   });
   return refreshed(main, [title("Webhooks", all), tabs("Webhooks", HOOKS, "#/webhooks/dead-letters")], every, () => get(query("/v1/dead-letters", { cursor, limit: 50 })), (page) =>
     h("div", { class: "card" }, table("Dead letters", [
@@ -209,7 +209,9 @@ export function order(main, { key }, every) {
 
 // ---- memories ----
 
-export function memories(main, { correlation_id }, every) {
+export function memories(main, { correlation_id, cursor }, every) {
+  const make = (next) => query("#/memories", { correlation_id, cursor: next });
+  make.current = cursor;
   const form = h("form", { class: "row card", role: "search", onsubmit: (event) => {
     event.preventDefault();
     location.hash = query("#/memories", Object.fromEntries(new FormData(form)));
@@ -222,7 +224,7 @@ export function memories(main, { correlation_id }, every) {
       asked = performance.now();
     }
     if (health.capabilities.openmemory === undefined || past.at(-1)?.openmemory === null) return { health, none: true };
-    const [deferred, audit] = await Promise.all([get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, limit: 30 }))]);
+    const [deferred, audit] = await Promise.all([get("/v1/outbox?lane=memory&status=pending&limit=20"), get(query("/v1/audit", { correlation_id, cursor, limit: 30 }))]);
     // The list is only the newest of them.
     const waiting = deferred.next_cursor ? past.at(-1)?.lanes?.memory?.pending ?? deferred.items.length : deferred.items.length;
     return { health, deferred, audit, waiting };
@@ -233,12 +235,12 @@ export function memories(main, { correlation_id }, every) {
       tiles([["Deferred", number(waiting), "waiting", waiting ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory]]),
       h("section", { class: "card" }, h("h2", {}, "Deferred memories"), table("Deferred memories", [
         ["Message", "", (m) => h("a", { href: `#/messages/${m.id}`, id: `d-${m.id}` }, String(m.id))], ["Space", "", (m) => m.target ?? "–"], ["Why", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Since", "nowrap", (m) => moment(m.created_at)], ["Next try", "nowrap", (m) => moment(m.due_at)],
-      ], deferred.items, nothing(deferred, "Nothing is deferred."))),
+      ], deferred.items, nothing(deferred, "Nothing is deferred.")), deferred.next_cursor ? h("p", {}, h("a", { href: "#/messages?lane=memory&status=pending", id: "all-deferred" }, "All of them")) : null),
       form,
       h("section", { class: "card" }, h("h2", {}, "Audit"), table("Audit", [
         ["When", "nowrap", (a) => moment(a.created_at)], ["Action", "", (a) => badge(a.action)], ["State", "", (a) => badge(a.status)], ["Reason", "", (a) => a.reason], ["Space", "", (a) => a.target_space ?? "–"], ["By", "", (a) => a.actor_user_id ?? "–"],
         ["Correlation id", "", (a) => (a.correlation_id ? h("a", { class: "mono", href: query("#/memories", { correlation_id: a.correlation_id }) }, a.correlation_id) : "–")], ["Message", "", (a) => (a.outbox_id ? h("a", { href: `#/messages/${a.outbox_id}` }, String(a.outbox_id)) : "–")],
-      ], audit.items, nothing(audit, "No audit entries."))),
+      ], audit.items, nothing(audit, "No audit entries.")), pager(audit, make)),
     ],
   ]);
 }

@@ -23,6 +23,9 @@ const UNWATCHED: Duration = Duration::from_secs(10);
 /// Of the database's time, looking takes at most one part in so many; counting a deep backlog, one part in more.
 const SHARE: u32 = 100;
 const COUNTING_SHARE: u32 = 200;
+/// The longest between samples, however long one takes; and after one that failed.
+const SELDOM: Duration = Duration::from_secs(30);
+const AGAIN: Duration = Duration::from_secs(3);
 /// So much of the past is kept.
 const KEPT: Duration = Duration::from_secs(15 * 60);
 
@@ -99,7 +102,7 @@ impl Live {
                 let begun = Tick::now();
                 let window = begun.since(last);
                 last = begun;
-                let pause = pause_after(live.look(&mut counting, window).await);
+                let pause = live.look(&mut counting, window).await;
                 let rest = async {
                     if live.watching.load(Ordering::Relaxed) == 0 {
                         // Whoever comes to look is not left waiting.
@@ -116,27 +119,37 @@ impl Live {
         })
     }
 
-    /// Takes one sample, with what was counted and rates over the time since the last one; answers how long that took.
+    /// Takes one sample, with rates over the time since the last one; answers how long it is to last. A count has a share
+    /// of its own.
     pub async fn look(&self, counting: &mut Counting, window: Duration) -> Duration {
         let begun = Tick::now();
-        let sample = match self.sample(counting, window.clamp(WATCHED, UNWATCHED)).await {
-            Ok(sample) => sample,
+        match self.sample(counting, window.clamp(WATCHED, UNWATCHED)).await {
+            Ok((sample, counted)) => {
+                self.put(sample);
+                pause_after(Tick::now().since(begun).saturating_sub(counted))
+            }
             Err(error) => {
                 tracing::debug!(%error, "no sample of how things go");
-                Sample { stale: true, at_ms: wall_ms(), ..(**self.newest.borrow()).clone() }
+                let before = (**self.newest.borrow()).clone();
+                self.put(Sample { stale: true, at_ms: wall_ms(), ..before });
+                AGAIN
             }
-        };
-        self.put(sample);
-        Tick::now().since(begun)
+        }
     }
 
-    async fn sample(&self, counting: &mut Counting, window: Duration) -> postrider::Result<Sample> {
+    async fn sample(&self, counting: &mut Counting, window: Duration) -> postrider::Result<(Sample, Duration)> {
         let mut pulse = self.outbox.pulse(window).await?;
         *self.holders.lock().unwrap_or_else(PoisonError::into_inner) = std::mem::take(&mut pulse.holders);
-        counting.refresh(&self.outbox, pulse.now).await?;
+        if let Some(webhooks) = pulse.lanes.get_mut(postrider_webhooks::LANE) {
+            let rates = postrider_webhooks::pulse(&self.outbox, window).await?;
+            webhooks.sent_per_second = rates.sent_per_second;
+            webhooks.retries_per_second = rates.retries_per_second;
+            webhooks.dead_per_second = rates.dead_per_second;
+        }
+        let counted = counting.refresh(&self.outbox, pulse.now).await;
         let workers = roll::roll(&self.outbox).await?.iter().filter(|worker| worker.alive).count();
         let openmemory = self.memories.as_ref().map(|memories| memories.capability().status.to_owned());
-        Ok(joined(&pulse, counting, workers, openmemory))
+        Ok((joined(&pulse, counting, workers, openmemory), counted))
     }
 
     fn put(&self, sample: Sample) {
@@ -177,8 +190,8 @@ impl Live {
 }
 
 /// How long a sample that took so long is to last.
-pub fn pause_after(took: Duration) -> Duration {
-    (took * SHARE).clamp(WATCHED, KEPT)
+fn pause_after(took: Duration) -> Duration {
+    (took * SHARE).clamp(WATCHED, SELDOM)
 }
 
 fn wall_ms() -> i64 {
@@ -195,15 +208,21 @@ pub struct Counting {
 }
 
 impl Counting {
-    async fn refresh(&mut self, outbox: &Outbox, now: Timestamp) -> postrider::Result<()> {
+    /// Counts if it is time to; answers how long that took.
+    async fn refresh(&mut self, outbox: &Outbox, now: Timestamp) -> Duration {
         let begun = Tick::now();
-        if self.last.is_none_or(|(last, lasts)| begun.since(last) >= lasts) {
-            self.lanes = outbox.depths().await?;
-            self.at = now;
-            let now = Tick::now();
-            self.last = Some((now, now.since(begun) * COUNTING_SHARE));
+        if self.last.is_some_and(|(last, lasts)| begun.since(last) < lasts) {
+            return Duration::ZERO;
         }
-        Ok(())
+        match outbox.depths().await {
+            Ok(lanes) => (self.lanes, self.at) = (lanes, now),
+            // What was counted before is better than nothing, and the page says how old it is.
+            Err(error) => tracing::debug!(%error, "the live messages were not counted"),
+        }
+        let counted = Tick::now();
+        let took = counted.since(begun);
+        self.last = Some((counted, took * COUNTING_SHARE));
+        took
     }
 }
 
@@ -219,6 +238,10 @@ fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option
         sample.retries_per_second = of_lane.retries_per_second;
         sample.dead_per_second = of_lane.dead_per_second;
         sample.oldest_due_seconds = of_lane.oldest_due_seconds;
+        if of_lane.head_is_held {
+            let counted = counting.lanes.get(lane).map_or(0.0, |stats| stats.oldest_due_seconds);
+            sample.oldest_due_seconds = sample.oldest_due_seconds.max(counted);
+        }
         sample.paused = of_lane.paused;
     }
     let counted_at_ms = counting.at.micros() / 1000;
@@ -239,5 +262,56 @@ impl Watching {
 impl Drop for Watching {
     fn drop(&mut self) {
         self.0.watching.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postrider::pulse::LanePulse;
+    use postrider::store::{Mode, transact};
+    use postrider::{Lanes, stores};
+
+    use super::*;
+
+    #[test]
+    fn a_long_sample_is_taken_seldom_and_never_forgotten() {
+        let ms = Duration::from_millis;
+        assert_eq!(pause_after(ms(2)), WATCHED);
+        assert_eq!(pause_after(ms(50)), Duration::from_secs(5));
+        assert_eq!(pause_after(Duration::from_secs(9)), SELDOM);
+    }
+
+    #[test]
+    fn where_the_head_is_held_the_count_tells_the_age() {
+        let counted = LaneStats { oldest_due_seconds: 42.0, ..LaneStats::default() };
+        let counting = Counting { lanes: [("a".to_owned(), counted)].into(), ..Counting::default() };
+        for (head_is_held, age) in [(true, 42.0), (false, 0.0)] {
+            let lane = LanePulse { head_is_held, ..LanePulse::default() };
+            let pulse = Pulse { lanes: [("a".to_owned(), lane)].into(), ..Pulse::default() };
+            assert_eq!(joined(&pulse, &counting, 0, None).lanes["a"].oldest_due_seconds, age);
+        }
+    }
+
+    async fn run(outbox: &Outbox, sql: &'static str) {
+        let ran = transact(&**outbox.store(), Mode::Write, move |tx| {
+            Box::pin(async move { tx.execute(sql, &[]).await.map(drop) })
+        });
+        ran.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_database_that_fails_is_asked_again_soon() {
+        let options = stores::Options { migrations: crate::schema::migrations(), ..stores::Options::default() };
+        let store = stores::open("sqlite::memory:", Lanes::new(), options).await.unwrap();
+        let outbox = Outbox::new(store);
+        outbox.migrate().await.unwrap();
+        let (live, mut counting) = (Live::new(outbox.clone(), None), Counting::default());
+        assert_eq!(live.look(&mut counting, WATCHED).await, WATCHED);
+        run(&outbox, "ALTER TABLE outbox_lanes RENAME TO gone").await;
+        assert_eq!(live.look(&mut counting, WATCHED).await, AGAIN);
+        assert!(live.past().last().unwrap().stale);
+        run(&outbox, "ALTER TABLE gone RENAME TO outbox_lanes").await;
+        live.look(&mut counting, WATCHED).await;
+        assert!(!live.past().last().unwrap().stale);
     }
 }

@@ -155,17 +155,20 @@ impl Webhooks {
         unreachable!("the loop ends by returning")
     }
 
-    /// How many of those that wait match, and their ids in order, at most `limit`.
-    pub async fn requeueable(&self, filter: DeadLetterFilter, after: i64, limit: u32) -> Result<(i64, Vec<i64>)> {
+    /// How many of those that wait match and could be sent, and their ids in order, at most `limit`. Those of subscriptions
+    /// that are disabled or gone could not.
+    pub async fn requeueable(&self, filter: DeadLetterFilter, limit: u32) -> Result<(i64, Vec<i64>)> {
         let filter = DeadLetterFilter { waiting: true, ..filter };
-        self.transact(Mode::Look, move |tx| {
+        self.transact(Mode::Read, move |tx| {
             let filter = filter.clone();
             Box::pin(async move {
-                let mut params: Vec<Value> = vec![after.into()];
+                let mut params: Vec<Value> = Vec::new();
                 let wheres = filter.sql(&mut params);
-                let count = format!("SELECT COUNT(*) FROM dead_letters d WHERE d.id > ?{wheres}");
+                let from =
+                    "FROM dead_letters d JOIN subscriptions s ON s.id = d.subscription_id WHERE s.status <> 'disabled'";
+                let count = format!("SELECT COUNT(*) {from}{wheres}");
                 let count = tx.query(&count, &params).await?.first().map_or(Ok(0), |row| row.int(0))?;
-                let sql = format!("SELECT d.id FROM dead_letters d WHERE d.id > ?{wheres} ORDER BY d.id LIMIT {limit}");
+                let sql = format!("SELECT d.id {from}{wheres} ORDER BY d.id LIMIT {limit}");
                 let ids = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
                 Ok((count, ids))
             })

@@ -16,6 +16,7 @@ on_every_store! {
     the_dead_and_the_held_are_found_in_every_lane,
     the_pulse_tells_rates_holders_and_age,
     the_pulse_does_not_grow_with_what_there_is,
+    the_pulse_says_when_it_sees_only_what_is_held,
     a_look_costs_no_more_for_a_lane_that_is_long_and_quiet,
     pages_follow_each_other_through_all_there_is,
     the_largest_limit_is_no_trap,
@@ -81,6 +82,15 @@ async fn the_pulse_tells_rates_holders_and_age(db: Database) {
     db.advance(secs(30));
     let b = db.outbox.pulse(secs(10)).await.unwrap().lanes["b"];
     assert_eq!((b.sent_per_second, b.dead_per_second, b.retries_per_second), (0.0, 0.0, 0.0), "only within the window");
+}
+
+async fn the_pulse_says_when_it_sees_only_what_is_held(db: Database) {
+    db.outbox.enqueue((0..1_100).map(|n| NewMessage::new("a", format!("{n}"))).collect()).await.unwrap();
+    let lane = async || db.outbox.pulse(secs(10)).await.unwrap().lanes["a"];
+    db.claim("a", "w", 900).await;
+    assert!(!lane().await.head_is_held, "there is one that waits");
+    db.claim("a", "w", 150).await;
+    assert!(lane().await.head_is_held, "behind it are fifty");
 }
 
 /// More than a sample takes: the rate is told by the span of the sample.

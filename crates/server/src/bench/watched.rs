@@ -15,7 +15,7 @@ use super::drain::drain_with;
 use super::scratch::{self, LANE, Scratch, fill};
 use super::{Bench, rate};
 use crate::failure::{Failure, Result};
-use crate::live::{Counting, Live, pause_after};
+use crate::live::{Counting, Live};
 
 /// Pairs of windows that are compared, from as many drains as that takes.
 const PAIRS: usize = 16;
@@ -141,8 +141,8 @@ impl Page {
     async fn ask(&mut self) -> Duration {
         let begun = Tick::now();
         if begun >= self.sample_at {
-            let took = self.live.look(&mut self.counting, WINDOW).await;
-            self.sample_at = Tick::now().plus(pause_after(took));
+            let lasts = self.live.look(&mut self.counting, WINDOW).await;
+            self.sample_at = Tick::now().plus(lasts);
         }
         let sampled = Tick::now();
         if sampled >= self.list_at {

@@ -108,7 +108,7 @@ fn scrolled(first: usize, key: KeyCode, lanes: usize, room: usize) -> usize {
     .min(last)
 }
 
-const TITLES: [&str; 8] = ["lane", "state", "waiting", "delivering", "oldest due", "sent/s", "retried/s", "dead/s"];
+const TITLES: [&str; 8] = ["lane", "state", "waiting", "leased", "oldest due", "sent/s", "retried/s", "dead/s"];
 
 fn cells(name: &str, lane: &LaneSample) -> [String; 8] {
     [
@@ -194,7 +194,7 @@ fn summary(now: &Sample) -> Paragraph<'_> {
     let numbers = [
         number("sent/s ", format!("{:.0}", total(now, |lane| lane.sent_per_second))),
         number("waiting ", format!("{:.0}", total(now, |lane| lane.pending as f64))),
-        number("delivering ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
+        number("leased ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
         number("oldest due ", format!("{oldest:.1} s")),
         number("workers ", now.workers.to_string()),
     ];

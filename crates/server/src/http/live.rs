@@ -57,7 +57,10 @@ pub async fn stream(
     let begun = Tick::now();
     let events =
         futures_util::stream::unfold((watching, newest, lane, begun), async |(watching, mut newest, lane, begun)| {
-            newest.changed().await.ok().filter(|()| Tick::now().since(begun) < STREAM)?;
+            if Tick::now().since(begun) >= STREAM {
+                return None;
+            }
+            newest.changed().await.ok()?;
             let sample = newest.borrow_and_update().clone();
             if sample.at_ms < 0 {
                 return None;
@@ -106,13 +109,15 @@ pub async fn workers(
     let visible = |lane: &str| caller.lane().is_none_or(|own| own == lane);
     let mut items: BTreeMap<String, WorkerView> = BTreeMap::new();
     for called in roll::roll(&app.outbox).await? {
+        // What one that is gone held, the leases tell.
+        let load = |load: Load| if called.alive { load } else { Load::default() };
         let lanes = called.lanes.into_iter().filter(|(lane, _)| visible(lane));
         let view = WorkerView {
             worker: called.worker.clone(),
             alive: called.alive,
             started_at: Some(called.started_at.to_string()),
             seen_at: Some(called.seen_at.to_string()),
-            lanes: lanes.map(|(lane, load)| (lane, WorkerLane { load, ..WorkerLane::default() })).collect(),
+            lanes: lanes.map(|(lane, last)| (lane, WorkerLane { load: load(last), ..WorkerLane::default() })).collect(),
         };
         items.insert(called.worker, view);
     }

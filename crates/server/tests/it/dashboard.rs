@@ -246,7 +246,7 @@ fn every_page_is_for_everybody() {
         "memories",
         "workers",
     ];
-    for (width, dark) in [(1280, false), (1280, true), (390, false)] {
+    for (width, dark) in [(1280, false), (1280, true), (390, false), (390, true)] {
         browser.screen(width, 900, dark);
         for page in pages {
             browser.goto("about:blank");
@@ -259,7 +259,25 @@ fn every_page_is_for_everybody() {
     }
     browser.goto(&format!("http://{}/#/orders?show=conflicts", server.address));
     browser.sees("MSFT");
-    // The whole of it with a keyboard: to the second page by Tab and Enter alone.
+    // Somebody is asked, and says no: the focus is where it was.
+    browser.goto(&format!("http://{}/#/webhooks/dead-letters", server.address));
+    browser.wait("document.getElementById('requeue-all')");
+    browser.eval("document.getElementById('requeue-all').focus()");
+    browser.press("Enter");
+    browser.wait("document.querySelector('dialog[open]')");
+    assert_eq!(browser.faults(&axe), Vec::<String>::new(), "axe on a dialog");
+    browser.eval("document.querySelector('dialog').close()");
+    browser.wait("document.activeElement.id === 'requeue-all'");
+
+    // The whole of it with a keyboard: the way past the menu, then to the second page by Tab and Enter alone.
+    browser.goto("about:blank");
+    browser.goto(&format!("http://{}/", server.address));
+    browser.sees("Lanes");
+    browser.press("Tab");
+    assert_eq!(browser.eval("document.activeElement.className"), json!("skip"));
+    browser.press("Enter");
+    browser.wait("document.activeElement.id === 'main'");
+    browser.sees("Lanes");
     browser.goto("about:blank");
     browser.goto(&format!("http://{}/", server.address));
     browser.sees("Lanes");
@@ -282,6 +300,9 @@ fn a_token_shows_what_it_allows_and_no_more() {
     let (reader, writer) = (token(&home, &["read"]), token(&home, &["enqueue"]));
     let server = Server::start(&home, &[]);
     let mut browser = Browser::start();
+    browser.goto(&format!("http://{}/", server.address));
+    browser.wait("document.querySelector('main form')");
+    assert_eq!(browser.faults(&axe()), Vec::<String>::new(), "axe on the way in");
     signed_in(&mut browser, &server, &reader);
     browser.wait("document.getElementById('hold-mail')?.disabled");
     let refused = browser.eval("fetch('/v1/lanes/mail/pause', {method: 'POST'}).then(answer => answer.status)");
@@ -448,6 +469,13 @@ fn change_until(server: &Server, stop: &AtomicBool) -> (u64, std::time::Duration
 
 fn visit(server: &Server) {
     let mut browser = Browser::start();
+    browser.goto(&format!("http://{}/", server.address));
+    // However deep the backlog, and however long it takes to count.
+    let samples = "new Promise(done => { let seen = 0; const live = new EventSource('/v1/live'); \
+                   live.addEventListener('sample', () => seen++); setTimeout(() => { live.close(); done(seen) }, 15_000) })";
+    let samples = browser.eval(samples).as_f64().unwrap();
+    println!("{samples} samples in fifteen seconds");
+    assert!(samples >= 4.0, "only {samples} samples in fifteen seconds");
     for page in ["", "messages", "messages?lane=backlog", "messages?status=leased", "messages?q=target-7", "workers"] {
         browser.goto("about:blank");
         browser.goto(&format!("http://{}/#/{page}", server.address));

@@ -5,13 +5,15 @@ use std::sync::Arc;
 use postrider::Outbox;
 use postrider::paging::Page;
 use postrider_webhooks::keyring::Keyring;
-use postrider_webhooks::{DeadLetterFilter, Reports, SagaFilter, Webhooks};
+use postrider_webhooks::{DeadLetterFilter, Rates, Reports, SagaFilter, Webhooks, pulse};
 use proving::watched::{Watched, numbers};
 
-use crate::harness::{Home, KEY, on_every_store, settings};
+use crate::harness::{Home, KEY, on_every_store, secs, settings};
+use crate::receiver::{Receiver, status_line};
 
 on_every_store! {
     lists_are_bounded_and_whole,
+    the_pulse_tells_of_attempts,
 }
 
 /// Subscription 1 first, in every status, with dead letters; then as much again of subscription 2, which is all well.
@@ -43,6 +45,27 @@ async fn fill(home: &Home) {
     if dialect == "mysql" {
         home.rows("ANALYZE TABLE webhook_delivery_sagas, dead_letters").await;
     }
+}
+
+/// Three attempts that fail, the last of them for good, and one that does not.
+async fn the_pulse_tells_of_attempts(home: Home) {
+    let minute = secs(60);
+    assert_eq!(pulse(&home.outbox, minute).await.unwrap(), Rates::default());
+    let receiver = Receiver::start(|_, nth| status_line(if nth < 3 { 500 } else { 200 }, "")).await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    let _working = home.work();
+    let (_, dies) = home.publish("a", "x").await;
+    home.ends(dies[0], "DeadLettered").await;
+    let (_, arrives) = home.publish("a", "y").await;
+    home.ends(arrives[0], "Completed").await;
+    let rates = pulse(&home.outbox, minute).await.unwrap();
+    let per_minute =
+        [rates.sent_per_second, rates.retries_per_second, rates.dead_per_second].map(|n| (n * 60.0).round());
+    assert_eq!(per_minute, [1.0, 2.0, 1.0]);
+    assert_eq!(home.webhooks.requeueable(DeadLetterFilter::default(), 10).await.unwrap().0, 1);
+    home.rows("UPDATE subscriptions SET status = 'disabled'").await;
+    let none = home.webhooks.requeueable(DeadLetterFilter::default(), 10).await.unwrap();
+    assert_eq!(none, (0, vec![]), "nobody could be sent this one");
 }
 
 async fn lists_are_bounded_and_whole(home: Home) {

@@ -68,7 +68,7 @@ async fn the_dead_come_back_as_a_new_generation(home: Home) {
     let sql = format!("SELECT updated_at, attempt_count FROM webhook_delivery_sagas WHERE id = {}", sagas[0]);
     assert_eq!(home.rows(&sql).await, before, "the dead one is as it was");
     assert_eq!(home.webhooks.requeue(999).await.unwrap(), Requeued::NotFound);
-    let left = home.webhooks.requeueable(DeadLetterFilter::default(), 0, 10).await.unwrap();
+    let left = home.webhooks.requeueable(DeadLetterFilter::default(), 10).await.unwrap();
     assert_eq!(left, (0, vec![]), "nothing waits any more");
 }
 

@@ -133,16 +133,16 @@ pub struct BulkRequeue {
 
 #[derive(Serialize, ToSchema)]
 pub struct BulkResult {
-    /// How many match, or were brought back.
+    /// How many match, or were brought back. Those of subscriptions that are disabled or gone do not count.
     count: i64,
-    /// How many could not be: their subscription is disabled or gone.
+    /// How many could not be: their subscription was disabled meanwhile.
     skipped: i64,
     saga_ids: Vec<i64>,
 }
 
 /// Bring many dead letters back
 ///
-/// Those that match and nobody has brought back yet, at most 10,000 at a time and as many as a few seconds allow: ask again
+/// Those that match, that nobody has brought back yet and whose subscription is there and not disabled; at most 10,000 at a time and as many as a few seconds allow: ask again
 /// until `count` is 0.
 #[utoipa::path(
     post, path = "/v1/dead-letters/requeue", tag = "webhooks", request_body = BulkRequeue,
@@ -152,7 +152,7 @@ pub async fn requeue_many(State(app): State<Arc<App>>, body: Body<BulkRequeue>) 
     let BulkRequeue { filter, dry_run } = body?.0;
     let BulkFilter { subscription_id, event_type, error_code, from, to } = filter;
     let filter = DeadLetterFilter { subscription_id, event_type, error_code, from, to, waiting: true };
-    let (count, ids) = app.webhooks.requeueable(filter, 0, BULK).await?;
+    let (count, ids) = app.webhooks.requeueable(filter, BULK).await?;
     if dry_run {
         return Ok(Json(BulkResult { count, skipped: 0, saga_ids: vec![] }));
     }
