@@ -20,11 +20,11 @@ use crate::roll;
 /// Between samples, while somebody looks and while nobody does.
 const WATCHED: Duration = Duration::from_secs(1);
 const UNWATCHED: Duration = Duration::from_secs(10);
-/// Of the database's time, looking takes at most one part in so many; counting a deep backlog, one part in more.
+/// Of the database's time, looking takes at most one part in so many, unless a sample takes longer than a tenth of a second;
+/// counting a deep backlog, one part in more.
 const SHARE: u32 = 100;
 const COUNTING_SHARE: u32 = 200;
-/// The longest between samples, however long one takes; and after one that failed.
-const SELDOM: Duration = Duration::from_secs(30);
+/// After a sample that failed.
 const AGAIN: Duration = Duration::from_secs(3);
 /// So much of the past is kept.
 const KEPT: Duration = Duration::from_secs(15 * 60);
@@ -191,7 +191,7 @@ impl Live {
 
 /// How long a sample that took so long is to last.
 fn pause_after(took: Duration) -> Duration {
-    (took * SHARE).clamp(WATCHED, SELDOM)
+    (took * SHARE).clamp(WATCHED, UNWATCHED)
 }
 
 fn wall_ms() -> i64 {
@@ -278,7 +278,7 @@ mod tests {
         let ms = Duration::from_millis;
         assert_eq!(pause_after(ms(2)), WATCHED);
         assert_eq!(pause_after(ms(50)), Duration::from_secs(5));
-        assert_eq!(pause_after(Duration::from_secs(9)), SELDOM);
+        assert_eq!(pause_after(Duration::from_secs(9)), UNWATCHED);
     }
 
     #[test]
