@@ -63,7 +63,7 @@ function every(work) {
       await work();
       note.hidden = true;
       // What costs the server more is asked for less often.
-      pause = Math.min(Math.max(GENTLY_MS, (performance.now() - begun) * 50), 20_000);
+      pause = Math.min(Math.max(GENTLY_MS, (performance.now() - begun) * 100), 20_000);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       note.textContent = error.message;

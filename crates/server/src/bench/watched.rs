@@ -83,12 +83,7 @@ async fn drain_in_windows(outbox: Outbox, scratch: &Scratch, messages: usize, ba
         // Each goes first as often as the other.
         for open in [true, false, false, true].into_iter().cycle() {
             let (sent, begun) = (counted.so_far(), Tick::now());
-            let looked = if open {
-                page.stay_open(WINDOW).await
-            } else {
-                tokio::time::sleep(WINDOW).await;
-                Duration::ZERO
-            };
+            let looked = if open { page.stay_open(WINDOW).await } else { page.stay_closed(WINDOW).await };
             let took = Tick::now().since(begun);
             windows.push(Window {
                 open,
@@ -152,10 +147,17 @@ impl Page {
             }
             let listed = Tick::now();
             // As the page itself does (`every` in app.js).
-            let pause = (listed.since(sampled) * 50).clamp(Duration::from_secs(2), Duration::from_secs(20));
+            let pause = (listed.since(sampled) * 100).clamp(Duration::from_secs(2), Duration::from_secs(20));
             self.list_at = listed.plus(pause);
         }
         Tick::now().since(begun)
+    }
+
+    /// The time does not count: what would be asked next is asked when it is open again.
+    async fn stay_closed(&mut self, window: Duration) -> Duration {
+        tokio::time::sleep(window).await;
+        (self.sample_at, self.list_at) = (self.sample_at.plus(window), self.list_at.plus(window));
+        Duration::ZERO
     }
 
     /// For so long; answers how much of it its questions took.
