@@ -63,6 +63,16 @@ pub fn all(story: &Story, arrivals: &[Arrival], books: &BTreeMap<String, LaneSta
             story.died && story.requeued && of_broken.last() == Some(&200),
             format!("answers {of_broken:?}"),
         ),
+        {
+            let statuses: Vec<u16> = story.calls.iter().map(|call| call.status).collect();
+            let ids: BTreeSet<&str> = story.calls.iter().map(|call| call.webhook_id.as_str()).collect();
+            let genuine = story.calls.iter().filter(|call| call.genuine).count();
+            check(
+                "a webhook became a dead letter and arrived after its requeue",
+                story.dead_letters == 1 && statuses == [500, 500, 200] && ids.len() == 1 && genuine == 3,
+                format!("answers {statuses:?}, {genuine} signatures genuine, {} webhook-id", ids.len()),
+            )
+        },
         check(
             "an order sent twice was executed once",
             story.accepted == 1 && story.replayed && story.conflict && story.executions == 1,

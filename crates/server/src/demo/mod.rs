@@ -1,8 +1,9 @@
 //! `postrider demo`: the whole system in a temporary folder, on an embedded database: an application with a moody receiver,
-//! an order sent twice, and a memory service that goes away. What it tells is checked at the end against the books of those
+//! a webhook that becomes a dead letter, an order sent twice, and a memory service that goes away. What it tells is checked at the end against the books of those
 //! who received: the receiver's log, the broker's executions, the memories that arrived.
 
 mod checks;
+mod partner;
 mod receiver;
 mod view;
 
@@ -15,16 +16,18 @@ use postrider::store::{Mode, Requeued, Status, transact};
 use postrider::{Enqueued, Entry, NewMessage, Outbox};
 use postrider_memories::{Action, NewMemory};
 use postrider_orders::{NewOrder, Order, Placed};
+use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription};
 use rusqlite::{Connection, TransactionBehavior};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use self::partner::{Call, Partner};
 use self::receiver::Receiver;
 use self::view::View;
 use crate::cli::Demo;
-use crate::commands::{build, stop_signal, tend};
+use crate::commands::{build, orchestrate, stop_signal, tend};
 use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
@@ -52,6 +55,9 @@ struct Story {
     other_content: Option<Enqueued>,
     died: bool,
     requeued: bool,
+    /// In the partner's book, and how many dead letters there were before it was mended.
+    calls: Vec<Call>,
+    dead_letters: usize,
     /// Of the same order, sent twice at once.
     accepted: usize,
     replayed: bool,
@@ -74,6 +80,10 @@ concurrency = 8
 batch = 32
 poll_interval_sec = 0.1
 backoff = { kind = "table", sec = [0.2, 0.4, 0.8] }
+
+[webhooks]
+allow_http = true
+allow_cidrs = ["127.0.0.0/8"]
 
 [orders]
 adapter = "paper"
@@ -105,6 +115,7 @@ pub async fn run(args: Demo, output: Output) -> Result<Ending> {
     let mut application = Application::open(&folder.path().join("demo.db"), stage.outbox.clone())?;
     let mut story = Story::default();
     play(&mut application, &stage, &mut view, &mut story).await?;
+    publish(&stage, &mut view, &mut story).await?;
     order(&stage, &mut view, &mut story).await?;
     remember(&stage, &mut view, &mut story).await?;
     let books = stage.outbox.stats().await?;
@@ -156,7 +167,7 @@ impl Stage {
         let working = tokio::spawn(async move {
             let _ = worker.run(async move { drop(ending.wait_for(|stop| *stop).await) }).await;
         });
-        let mut tasks = vec![calling, working];
+        let mut tasks = vec![calling, working, orchestrate(&parts.webhooks, stopped.clone())];
         tasks.extend(parts.memories.as_ref().map(|memories| tend(memories, false, stopped.clone())));
         tokio::spawn(memory.clone().serve(listener));
         Ok(Stage { config, outbox, parts, receiver, memory, stop, stopped, tasks })
@@ -214,6 +225,34 @@ async fn play(application: &mut Application, stage: &Stage, view: &mut View, sto
     let is_sent = async || Ok(outbox.show(broken).await?.is_some_and(|(m, _)| m.status == Status::Sent));
     wait(view, stage, is_sent).await?;
     view.tell("The receiver is mended, the message requeued under its id and its Idempotency-Key, and delivered.\n")
+}
+
+/// A webhook that nobody can take for a while.
+async fn publish(stage: &Stage, view: &mut View, story: &mut Story) -> Result<()> {
+    let (webhooks, partner) = (&stage.parts.webhooks, Partner::start().await?);
+    let wish = NewSubscription {
+        url: partner.url.clone(),
+        event_types: vec!["order.*".to_owned()],
+        max_retry_limit: Some(2),
+        retry_schedule_sec: Some(vec![0.2]),
+        ..NewSubscription::default()
+    };
+    let (_, secret) = webhooks.subscribe(wish).await?;
+    partner.trusts(&secret);
+    let paid = json!({ "order": 7 }).to_string();
+    webhooks.publish(vec![NewEvent::new("order.paid", paid)]).await?;
+    let letters = async || Ok::<_, Failure>(webhooks.dead_letters(DeadLetterFilter::default(), None, 10).await?.items);
+    wait(view, stage, async || Ok(!letters().await?.is_empty())).await?;
+    view.tell("A partner has a webhook for `order.*` and answers 500, twice: the event becomes a dead letter.")?;
+    let letters = letters().await?;
+    story.dead_letters = letters.len();
+    partner.mend();
+    for letter in &letters {
+        webhooks.requeue(letter.id).await?;
+    }
+    wait(view, stage, async || Ok(partner.calls().iter().any(|call| call.status == 200))).await?;
+    story.calls = partner.calls();
+    view.tell("The partner is mended and the dead letter requeued: it arrives, signed, under the same webhook-id.\n")
 }
 
 /// The same order three times, and another one under its key.
