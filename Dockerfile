@@ -3,7 +3,7 @@
 FROM rust:1-bookworm AS build
 WORKDIR /src
 COPY . .
-RUN cargo build --locked --release --package postrider-server
+RUN cargo install --locked --path crates/server --root /installed
 
 FROM debian:bookworm-slim
 # Subversion is for `postrider scm sync svn`; the rest needs certificates alone.
@@ -12,7 +12,7 @@ RUN apt-get update \
     && apt-get install --no-install-recommends --yes ca-certificates curl subversion \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --home-dir /var/lib/postrider --create-home postrider
-COPY --from=build /src/target/release/postrider /usr/local/bin/postrider
+COPY --from=build /installed/bin/postrider /usr/local/bin/postrider
 USER 10001
 WORKDIR /var/lib/postrider
 VOLUME /var/lib/postrider

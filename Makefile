@@ -53,7 +53,6 @@ bench: ## Measure all three databases; figures go to target/bench/
 
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
-	cargo build --locked --release
 	$(WITH_DATABASES) --postgres-only scripts/check-packaging.sh
 
 .PHONY: dashboard-load

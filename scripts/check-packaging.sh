@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Checks the Dockerfile, the compose file and the systemd unit with their linters, then takes the container's steps without a
-# container: the release binary alone in an empty folder, as another user, migrates, makes a token, serves beyond loopback
-# and is found healthy. Wants POSTRIDER_TEST_POSTGRES (make packaging brings it).
+# container: what the Dockerfile copies goes to an empty folder and is installed from there by the Dockerfile's own command;
+# then the binary alone, as another user, migrates, makes a token, serves beyond loopback and is found healthy. Wants
+# POSTRIDER_TEST_POSTGRES (make packaging brings it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-binary=$(realpath "${CARGO_TARGET_DIR:-target}/release/postrider")
 tools=target/tools/packaging
 if [[ ! -x $tools/bin/hadolint ]]; then
     python3 -m venv "$tools"
@@ -24,7 +24,14 @@ fi
 
 folder=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$folder"' EXIT
-cp "$binary" "$folder/postrider"
+mkdir "$folder/src"
+tar --create --anchored --exclude-from=<(sed 's|^|./|' .dockerignore) . | tar --extract --directory "$folder/src"
+step=$(sed -n 's/^RUN \(cargo install --locked --path crates\/server\) --root \/installed$/\1/p' Dockerfile)
+[[ -n $step ]] || { echo "the Dockerfile installs otherwise than README says" >&2; exit 1; }
+# The same target folder, so that no dependency is built twice.
+export CARGO_TARGET_DIR=$(realpath "${CARGO_TARGET_DIR:-target}")
+(cd "$folder/src" && $step --root "$folder/installed")
+cp "$folder/installed/bin/postrider" "$folder/postrider"
 as=()
 if [[ $(id -u) == 0 ]]; then
     chmod 755 "$folder" && mkdir "$folder/state" && chown nobody "$folder/state"

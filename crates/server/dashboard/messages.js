@@ -54,7 +54,8 @@ export function messages(main, { lane, status, q, cursor }, every) {
 /** What happened to a message, in order. */
 export function timeline(message) {
   const steps = [{ at: message.created_at, kind: "info", title: "Enqueued", text: `lane ${message.lane}, ${number(message.payload_bytes)} bytes` }];
-  for (const one of message.history ?? []) {
+  const history = message.history ?? [];
+  for (const [index, one] of history.entries()) {
     const by = one.worker ? ` by ${one.worker}` : "";
     const told = {
       retry: ["warn", `Attempt ${one.attempt} failed, to be tried again`],
@@ -62,18 +63,22 @@ export function timeline(message) {
       takeover: ["warn", "Taken over: its worker never came back"],
     }[one.kind] ?? ["", one.kind];
     steps.push({ at: one.at, kind: told[0], title: told[1], text: [one.code, one.error].filter(Boolean).join(": ") + by });
+    // Only an operator brings back what is dead. When is not recorded; that it was, the rest of its way tells.
+    if (one.kind === "dead" && (index + 1 < history.length || message.status !== "dead")) {
+      steps.push({ at: one.at, untimed: true, kind: "info", title: "Requeued", text: "with a new budget of attempts" });
+    }
   }
   if (message.locked_by && message.locked_at) {
     const word = message.status === "leased" ? "Claimed" : "Last claimed";
     steps.push({ at: message.locked_at, kind: "info", title: `${word} by ${message.locked_by}`, text: `lease token ${message.lease_token}` });
   }
   if (message.status === "sent") steps.push({ at: message.finished_at, kind: "good", title: "Sent", text: message.result_ref ? `result ${message.result_ref}` : "" });
-  if (message.status === "dead" && !(message.history ?? []).some((one) => one.kind === "dead")) {
+  if (message.status === "dead" && !history.some((one) => one.kind === "dead")) {
     steps.push({ at: message.finished_at, kind: "bad", title: "Dead", text: [message.last_error_code, message.last_error].filter(Boolean).join(": ") });
   }
   if (message.status === "pending") steps.push({ at: message.due_at, kind: "", title: Date.parse(message.due_at) > Date.now() ? "To be tried" : "Due", text: "", last: true });
   steps.sort((a, b) => (a.last ? 1 : 0) - (b.last ? 1 : 0) || Date.parse(a.at) - Date.parse(b.at));
-  return h("ol", { class: "timeline" }, steps.map((step) => h("li", { class: step.kind }, h("strong", {}, step.title), step.text ? h("div", {}, step.text) : null, h("time", { datetime: step.at }, step.at))));
+  return h("ol", { class: "timeline" }, steps.map((step) => h("li", { class: step.kind }, h("strong", {}, step.title), step.text ? h("div", {}, step.text) : null, step.untimed ? null : h("time", { datetime: step.at }, step.at))));
 }
 
 export function message(main, { id }, every) {

@@ -20,7 +20,7 @@ export function overview(main, { lane }) {
   const rates = chart("Outcomes a second", "/s", [
     { name: "sent", kind: "sent", of: of("sent") }, { name: "retried", kind: "retry", of: of("retries") }, { name: "dead", kind: "dead", of: of("dead") },
   ]);
-  const depth = chart("Waiting", "", [{ name: "messages waiting", kind: "depth", of: of("pending") }]);
+  const depth = chart("Pending", "", [{ name: "pending messages", kind: "depth", of: of("pending") }]);
   const age = chart("Oldest due message", " s", [{ name: "age", kind: "age", of: of("oldest") }]);
   const notes = h("div", {});
   const numbers = h("div", {});
@@ -48,7 +48,7 @@ export function overview(main, { lane }) {
     const success = ended > 0 ? `${((100 * average("sent")) / ended).toFixed(1)}` : "–";
     const counted = sample.at_ms - sample.counted_at_ms > 5000 ? `counted ${span((sample.at_ms - sample.counted_at_ms) / 1000)} ago` : "";
     fill(numbers, tiles([
-      ["Sent a second", rate(now.sent)], ["Waiting", number(now.pending), counted], ["Leased", number(now.leased)],
+      ["Sent a second", rate(now.sent)], ["Pending", number(now.pending), counted], ["Leased", number(now.leased)],
       ["Oldest due", span(now.oldest), "", now.oldest > 60 ? "bad" : ""], ["Success", success, success === "–" ? "" : "%"],
       ["Dead a second", rate(now.dead), "", now.dead > 0 ? "bad" : ""], ["Workers", number(sample.workers), "", sample.workers ? "" : "bad"],
     ]));
@@ -68,7 +68,7 @@ export function overview(main, { lane }) {
     fill(lanes, h("h2", {}, "Lanes"), table("Lanes", [
       ["Lane", "", ([name]) => h("a", { href: `#/lane/${encodeURIComponent(name)}`, id: `lane-${name}` }, name)],
       ["State", "", ([, one]) => badge(one.paused ? "paused" : "open", one.paused ? "warn" : "good")],
-      ["Waiting", "n", ([, one]) => number(one.pending)], ["Leased", "n", ([, one]) => number(one.leased)],
+      ["Pending", "n", ([, one]) => number(one.pending)], ["Leased", "n", ([, one]) => number(one.leased)],
       ["Oldest due", "n", ([, one]) => span(one.oldest_due_seconds)], ["Sent /s", "n", ([, one]) => rate(one.sent_per_second)],
       ["Retried /s", "n", ([, one]) => rate(one.retries_per_second)], ["Dead /s", "n", ([, one]) => rate(one.dead_per_second)],
       ["", "", ([name, one]) => hold(name, one.paused)],

@@ -21,6 +21,7 @@ not do its own part.";
 
 const POSTGRES: &str = "POSTRIDER_TEST_POSTGRES";
 const MYSQL: &str = "POSTRIDER_TEST_MYSQL";
+const ABOUT_US: [&str; 3] = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -58,6 +59,11 @@ fn run(postgres: bool, mysql: bool, words: &[String]) -> io::Result<ExitCode> {
     }
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]);
+    // What `cargo run` told us of our own package. To build scripts that watch such variables a cargo below us would seem
+    // another one than a cargo beside us, and each of the two would build half of the dependencies again.
+    std::env::vars_os()
+        .filter(|(name, _)| name.to_str().is_some_and(|name| ABOUT_US.iter().any(|start| name.starts_with(start))))
+        .for_each(|(name, _)| drop(command.env_remove(name)));
     if let Some(postgres) = &postgres {
         command.env(POSTGRES, postgres.url());
     }

@@ -23,6 +23,8 @@ use crate::table::Table as Plain;
 
 /// How long a key is waited for before the screen is drawn again.
 const KEYS: Duration = Duration::from_millis(200);
+/// How many samples the share of success is taken over, here as on the dashboard.
+const RECENT: usize = 30;
 
 pub async fn run(config: &Config, output: Output) -> Result<Ending> {
     let outbox = database::open_ready(config).await?;
@@ -108,7 +110,7 @@ fn scrolled(first: usize, key: KeyCode, lanes: usize, room: usize) -> usize {
     .min(last)
 }
 
-const TITLES: [&str; 8] = ["lane", "state", "waiting", "leased", "oldest due", "sent/s", "retried/s", "dead/s"];
+const TITLES: [&str; 8] = ["lane", "state", "pending", "leased", "oldest due", "sent/s", "retried/s", "dead/s"];
 
 fn cells(name: &str, lane: &LaneSample) -> [String; 8] {
     [
@@ -150,10 +152,10 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -
     ];
     let [head, numbers, charts, table, foot] = Layout::vertical(areas).areas(frame.area());
     frame.render_widget(Line::from(title.to_owned()).bold(), head);
-    frame.render_widget(summary(now), numbers);
-    let [sent, waiting, dead] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(charts);
+    frame.render_widget(summary(now, samples), numbers);
+    let [sent, pending, dead] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(charts);
     chart(frame, sent, "sent/s", Color::Green, samples, |lane| lane.sent_per_second);
-    chart(frame, waiting, "waiting", Color::Blue, samples, |lane| lane.pending as f64);
+    chart(frame, pending, "pending", Color::Blue, samples, |lane| lane.pending as f64);
     chart(frame, dead, "retried and dead/s", Color::Red, samples, |lane| {
         lane.retries_per_second + lane.dead_per_second
     });
@@ -187,15 +189,25 @@ fn which(first: usize, lanes: usize, room: usize) -> String {
     format!(" lanes {} to {} of {lanes} ", first + 1, (first + room).min(lanes))
 }
 
-fn summary(now: &Sample) -> Paragraph<'_> {
+/// Of the attempts that ended within the last samples, how many in a hundred were taken.
+fn success(samples: &[&Sample]) -> Option<f64> {
+    let recent = || samples.iter().rev().filter(|sample| !sample.stale).take(RECENT);
+    let sent: f64 = recent().map(|sample| total(sample, |lane| lane.sent_per_second)).sum();
+    let failed: f64 = recent().map(|sample| total(sample, |lane| lane.retries_per_second + lane.dead_per_second)).sum();
+    (sent + failed > 0.0).then(|| 100.0 * sent / (sent + failed))
+}
+
+fn summary<'a>(now: &'a Sample, samples: &[&Sample]) -> Paragraph<'a> {
     let number =
         |name: &'static str, value: String| [Span::from(name).dim(), Span::from(value).bold(), Span::from("   ")];
     let oldest = now.lanes.values().map(|lane| lane.oldest_due_seconds).fold(0.0, f64::max);
     let numbers = [
         number("sent/s ", format!("{:.0}", total(now, |lane| lane.sent_per_second))),
-        number("waiting ", format!("{:.0}", total(now, |lane| lane.pending as f64))),
+        number("pending ", format!("{:.0}", total(now, |lane| lane.pending as f64))),
         number("leased ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
         number("oldest due ", format!("{oldest:.1} s")),
+        number("success ", success(samples).map_or("-".to_owned(), |share| format!("{share:.1} %"))),
+        number("dead/s ", format!("{:.1}", total(now, |lane| lane.dead_per_second))),
         number("workers ", now.workers.to_string()),
     ];
     let mut lines = vec![Line::from(""), Line::from(numbers.concat())];
@@ -242,14 +254,23 @@ mod tests {
 
     #[test]
     fn the_screen_tells_what_the_sample_says() {
-        let lane =
-            LaneSample { pending: 1234, leased: 5, sent_per_second: 17.25, paused: true, ..LaneSample::default() };
+        let lane = LaneSample {
+            pending: 1234,
+            leased: 5,
+            sent_per_second: 17.25,
+            retries_per_second: 4.5,
+            dead_per_second: 1.25,
+            paused: true,
+            ..LaneSample::default()
+        };
         let sample = Sample { lanes: [("invoices".to_owned(), lane)].into(), workers: 2, ..Sample::default() };
         let shown = screen(&[&sample, &sample]);
-        for word in ["sqlite://x.db", "invoices", "paused", "1234", "17.2", "workers 2", "q: leave"] {
+        for word in ["sqlite://x.db", "invoices", "paused", "pending 1234", "17.2", "success 75.0 %", "dead/s 1.2", "workers 2", "q: leave"]
+        {
             assert!(shown.contains(word), "{word} is missing in\n{shown}");
         }
         assert!(!shown.contains("no worker"));
+        assert!(screen(&[&Sample::default()]).contains("success -"), "nothing ended: no share");
         let alone = screen(&[&Sample { workers: 0, ..sample.clone() }]);
         assert!(alone.contains("no worker has called lately"), "{alone}");
         let stale = screen(&[&Sample { stale: true, ..sample }]);

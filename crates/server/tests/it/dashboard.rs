@@ -101,6 +101,11 @@ fn sign_in_watch_a_message_requeue_it_and_pause_a_lane() {
     browser.sees("under its id and its idempotency key");
     browser.click("#confirm-go");
     browser.sees("Sent\n");
+    let way = "[...document.querySelectorAll('.timeline strong')].map(step => step.textContent)";
+    let way = browser.eval(way);
+    let way: Vec<&str> = way.as_array().unwrap().iter().map(|step| step.as_str().unwrap()).collect();
+    assert_eq!(way[..4], ["Enqueued", "Attempt 1 failed, to be tried again", "Attempt 2 failed for good", "Requeued"]);
+    assert_eq!(way.last(), Some(&"Sent"));
     assert_eq!(home.show(id.parse().unwrap())["status"], "sent");
 
     // A lane is held and let go.
@@ -194,6 +199,10 @@ fn an_outage_of_the_memory_service_is_seen_and_so_is_its_end() {
     let stored = server.post("/memory/store", &JSON, &note).answered(202).json();
     browser.wait("[...document.querySelectorAll('tbody tr')].some(row => row.innerText.startsWith('openmemory') && row.innerText.includes('failed'))");
     browser.wait("document.querySelector('a[id^=d-]')");
+    for (width, dark) in [(390, true), (1280, false)] {
+        browser.screen(width, 900, dark);
+        assert_eq!(browser.faults(&axe()), Vec::<String>::new(), "axe on deferred memories, {width} wide, dark: {dark}");
+    }
     browser.click("nav a[href='#/']");
     browser.sees("OpenMemory is away");
     memory.start_again(&home);
