@@ -47,9 +47,9 @@ lint: $(DENY) ## Check format, clippy, the dependencies' licences and sources, a
 	scripts/check-rules.sh
 
 .PHONY: bench
-bench: ## Measure all three databases; figures go to target/bench/
+bench: ## Measure all three databases; figures go to target/bench/; MESSAGES=50 only tries whether they run
 	cargo build --locked --release
-	$(WITH_DATABASES) scripts/bench.sh
+	$(WITH_DATABASES) scripts/bench.sh $(if $(MESSAGES),--messages $(MESSAGES))
 
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
@@ -70,6 +70,7 @@ ci: lint test api receivers mcp ## Everything CI runs
 	VERIFY_FULL=1 $(MAKE) verify-unified
 	$(MAKE) demo
 	$(MAKE) packaging
+	MESSAGES=50 $(MAKE) bench
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

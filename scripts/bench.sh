@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every benchmark on the three databases; one file of JSON lines per database in target/bench/.
-# Wants a release build and the two servers' URLs: `make bench` brings both.
+# Wants a release build and the two servers' URLs: `make bench` brings both. Arguments go to every benchmark.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,6 +19,6 @@ for database in sqlite postgres mysql; do
     esac
     : >"$results/$database.jsonl"
     for bench in limit enqueue drain latency backlog http webhooks; do
-        "$postrider" --database "$url" --json bench "$bench" | tee -a "$results/$database.jsonl"
+        "$postrider" --database "$url" --json bench "$bench" "$@" | tee -a "$results/$database.jsonl"
     done
 done

@@ -61,9 +61,11 @@ fn run(postgres: bool, mysql: bool, words: &[String]) -> io::Result<ExitCode> {
     command.args(&words[1..]);
     // What `cargo run` told us of our own package. To build scripts that watch such variables a cargo below us would seem
     // another one than a cargo beside us, and each of the two would build half of the dependencies again.
-    std::env::vars_os()
-        .filter(|(name, _)| name.to_str().is_some_and(|name| ABOUT_US.iter().any(|start| name.starts_with(start))))
-        .for_each(|(name, _)| drop(command.env_remove(name)));
+    for (name, _) in std::env::vars_os() {
+        if ABOUT_US.iter().any(|start| name.as_encoded_bytes().starts_with(start.as_bytes())) {
+            command.env_remove(name);
+        }
+    }
     if let Some(postgres) = &postgres {
         command.env(POSTGRES, postgres.url());
     }

@@ -265,8 +265,17 @@ mod tests {
         };
         let sample = Sample { lanes: [("invoices".to_owned(), lane)].into(), workers: 2, ..Sample::default() };
         let shown = screen(&[&sample, &sample]);
-        for word in ["sqlite://x.db", "invoices", "paused", "pending 1234", "17.2", "success 75.0 %", "dead/s 1.2", "workers 2", "q: leave"]
-        {
+        for word in [
+            "sqlite://x.db",
+            "invoices",
+            "paused",
+            "pending 1234",
+            "17.2",
+            "success 75.0 %",
+            "dead/s 1.2",
+            "workers 2",
+            "q: leave",
+        ] {
             assert!(shown.contains(word), "{word} is missing in\n{shown}");
         }
         assert!(!shown.contains("no worker"));

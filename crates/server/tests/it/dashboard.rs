@@ -201,7 +201,11 @@ fn an_outage_of_the_memory_service_is_seen_and_so_is_its_end() {
     browser.wait("document.querySelector('a[id^=d-]')");
     for (width, dark) in [(390, true), (1280, false)] {
         browser.screen(width, 900, dark);
-        assert_eq!(browser.faults(&axe()), Vec::<String>::new(), "axe on deferred memories, {width} wide, dark: {dark}");
+        assert_eq!(
+            browser.faults(&axe()),
+            Vec::<String>::new(),
+            "axe on deferred memories, {width} wide, dark: {dark}"
+        );
     }
     browser.click("nav a[href='#/']");
     browser.sees("OpenMemory is away");

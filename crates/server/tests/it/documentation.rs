@@ -174,7 +174,10 @@ impl Reader {
                 Part::Block { language, text } => match language.as_str() {
                     "toml" => drop(self.home.write("postrider.toml", &self.own(&text))),
                     "console" => self.session(&text),
-                    "sh" if text.contains("make test") => are_run_by_ci(&text),
+                    "sh" if text.contains("make test") => text.lines().for_each(|line| {
+                        let command = line.split('#').next().unwrap().trim();
+                        assert!(is_run_elsewhere(command), "nobody runs `{command}`");
+                    }),
                     "sh" => self.script(&text),
                     "sql" => self.sql(&text),
                     "rust" => stands_in_an_example(&text),
@@ -182,6 +185,9 @@ impl Reader {
                 },
             }
         }
+        let commands = in_sentences(file);
+        assert!(commands.len() >= 3, "{file}: {commands:?}");
+        commands.iter().filter(|command| !is_run_elsewhere(command)).for_each(|command| self.script(command));
     }
 }
 
@@ -205,20 +211,45 @@ fn ellipses_stand_for_anything_and_only_they() {
     assert!(!fits("a 12 c", "a … b") && !fits("a b", "a") && !fits("x a", "a"));
 }
 
-/// The two commands of the README: the tests are running, and CI runs the demo.
-fn are_run_by_ci(block: &str) {
-    let makefile = std::fs::read_to_string(root().join("Makefile")).unwrap();
-    for line in block.lines() {
-        let command = line.split('#').next().unwrap().trim();
-        let known = match command {
-            "make test" => makefile.contains("ci: lint test "),
-            "cargo run --release -- demo" => {
-                makefile.contains("cargo run --locked --release -- demo") && makefile.contains("$(MAKE) demo")
-            }
-            _ => false,
-        };
-        assert!(known, "CI does not run `{command}`");
+/// What takes too long for this test, or does not come to an end by itself: who runs it instead, and in which words.
+const RUN_ELSEWHERE: [(&str, &[(&str, &str)]); 9] = [
+    ("make test", &[("Makefile", "ci: lint test ")]),
+    ("make bench", &[("Makefile", "MESSAGES=50 $(MAKE) bench")]),
+    (
+        "cargo run --release -- demo",
+        &[("Makefile", "$(MAKE) demo"), ("Makefile", "cargo run --locked --release -- demo")],
+    ),
+    ("cargo run --release -- demo --stay", &[("crates/server/tests/it/demo.rs", r#"["demo", "--stay"]"#)]),
+    ("postrider demo --stay", &[("crates/server/tests/it/demo.rs", r#"["demo", "--stay"]"#)]),
+    ("postrider bench", &[("scripts/bench.sh", r#"--json bench "$bench""#)]),
+    ("postrider serve", &[("crates/server/tests/it/api.rs", r#"["serve""#)]),
+    ("postrider worker", &[("crates/server/tests/it/worker.rs", r#"["worker""#)]),
+    (
+        "cargo install --locked --path crates/server",
+        &[
+            ("Makefile", "$(MAKE) packaging"),
+            ("Dockerfile", "RUN cargo install --locked --path crates/server --root"),
+            ("scripts/check-packaging.sh", r"RUN \(cargo install --locked --path crates\/server\)"),
+        ],
+    ),
+];
+
+fn is_run_elsewhere(command: &str) -> bool {
+    let Some((_, places)) = RUN_ELSEWHERE.iter().find(|(known, _)| *known == command) else { return false };
+    for (file, words) in *places {
+        let text = std::fs::read_to_string(root().join(file)).unwrap();
+        assert!(text.contains(words), "{file} does not run `{command}` any more: no {words}");
     }
+    true
+}
+
+/// The commands that stand in a page's sentences.
+fn in_sentences(file: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(root().join(file)).unwrap();
+    let sentences = text.split("```").step_by(2);
+    let code = sentences.flat_map(|text| text.split('`').skip(1).step_by(2));
+    let is_command = |code: &&str| ["cargo ", "make ", "postrider "].iter().any(|start| code.starts_with(start));
+    code.filter(is_command).map(str::to_owned).collect()
 }
 
 fn stands_in_an_example(block: &str) {
