@@ -26,6 +26,8 @@ fn shown(row: &Row) -> Result<Shown> {
         None if lease_until.zip(now).is_some_and(|(until, now)| until >= now) => Status::Leased,
         None => Status::Pending,
     };
+    let (claimed_by, claimed_at) = (row.opt_text(9)?, row.opt_time(19)?);
+    let is_live = !matches!(status, Status::Sent | Status::Dead);
     Ok(Shown {
         id: row.int(0)?,
         lane: row.text(1)?,
@@ -37,7 +39,10 @@ fn shown(row: &Row) -> Result<Shown> {
         lease_token: row.int(6)?,
         due_at: row.time(7)?,
         lease_until,
-        locked_by: row.opt_text(9)?,
+        locked_by: claimed_by.clone().filter(|_| is_live),
+        locked_at: claimed_at.filter(|_| is_live),
+        claimed_by,
+        claimed_at,
         target: row.opt_text(10)?,
         active_key: row.opt_text(11)?,
         payload_sha: row.opt_bytes(12)?.map(|sha| hex(&sha)),
@@ -47,7 +52,6 @@ fn shown(row: &Row) -> Result<Shown> {
         correlation_id: row.opt_text(16)?,
         created_at: row.time(17)?,
         deliver_before: row.opt_time(18)?,
-        locked_at: row.opt_time(19)?,
         payload_bytes: row.int(20)?,
         result_ref: row.opt_text(22)?,
         finished_at: row.opt_time(23)?,

@@ -13,8 +13,8 @@ use crate::time::micros_of;
 use crate::tx::{Dialect, Row, Tx, Value};
 
 /// Columns that move unchanged from `outbox` to `outbox_done`.
-pub(crate) const MOVED: &str = "id, lane, shard_id, due_at, lease_token, target, active_key, payload, content_type, headers, payload_sha, \
-                                correlation_id, created_at, deliver_before";
+pub(crate) const MOVED: &str = "id, lane, shard_id, due_at, lease_token, locked_by, locked_at, target, active_key, payload, content_type, \
+                                headers, payload_sha, correlation_id, created_at, deliver_before";
 
 /// `outbox`, found by primary key and nothing else: in MySQL a scan would lock what others hold.
 pub(crate) fn by_id(dialect: Dialect) -> &'static str {

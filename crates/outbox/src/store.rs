@@ -156,9 +156,12 @@ pub struct Shown {
     pub lease_token: i64,
     pub due_at: Timestamp,
     pub lease_until: Option<Timestamp>,
-    /// Who holds it, or held it last.
+    /// Who holds it, or held it last and never came back. An outcome ends it.
     pub locked_by: Option<String>,
     pub locked_at: Option<Timestamp>,
+    /// Who holds it, or held it when it ended.
+    pub claimed_by: Option<String>,
+    pub claimed_at: Option<Timestamp>,
     pub target: Option<String>,
     pub active_key: Option<String>,
     pub payload_sha: Option<String>,

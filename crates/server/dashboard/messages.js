@@ -68,9 +68,9 @@ export function timeline(message) {
       steps.push({ at: one.at, untimed: true, kind: "info", title: "Requeued", text: "with a new budget of attempts" });
     }
   }
-  if (message.locked_by && message.locked_at) {
-    const word = message.status === "leased" ? "Claimed" : "Last claimed";
-    steps.push({ at: message.locked_at, kind: "info", title: `${word} by ${message.locked_by}`, text: `lease token ${message.lease_token}` });
+  if (message.claimed_by && message.claimed_at) {
+    const word = message.status === "pending" ? "Last claimed" : "Claimed";
+    steps.push({ at: message.claimed_at, kind: "info", title: `${word} by ${message.claimed_by}`, text: `lease token ${message.lease_token}` });
   }
   if (message.status === "sent") steps.push({ at: message.finished_at, kind: "good", title: "Sent", text: message.result_ref ? `result ${message.result_ref}` : "" });
   if (message.status === "dead" && !history.some((one) => one.kind === "dead")) {

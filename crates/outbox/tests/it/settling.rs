@@ -300,6 +300,8 @@ async fn p6_sent_leaves_a_done_row_and_nothing_live(db: Database) {
         assert_eq!((shown.status, shown.attempts, shown.lease_token), (Status::Sent, 0, 1));
         assert_eq!(shown.result_ref.as_deref(), Some("their 😀 name"));
         assert_eq!((shown.locked_by, shown.lease_until), (None, None), "no lock survives the end");
+        assert_eq!(shown.claimed_by.as_deref(), Some("w"), "but who delivered it is known");
+        assert!(shown.created_at <= shown.claimed_at.unwrap() && shown.claimed_at <= shown.finished_at);
         assert_eq!(shown.target.as_deref(), Some("t"));
         assert_eq!((shown.active_key.as_deref(), shown.correlation_id.as_deref()), (Some("k"), Some("c")));
         assert!(shown.finished_at.is_some());

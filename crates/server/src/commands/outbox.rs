@@ -139,7 +139,7 @@ fn describe(m: &Shown, history: &[Attempt]) -> String {
     add("crashes", (m.crashes > 0).then(|| m.crashes.to_string()));
     add("maybe sent", m.maybe_sent.then(|| "yes: an attempt may have arrived without our knowing".to_owned()));
     add("due", m.finished_at.is_none().then(|| moment(m.due_at)));
-    add("held by", m.locked_by.clone());
+    add(if m.finished_at.is_some() { "claimed by" } else { "held by" }, m.claimed_by.clone());
     add("held until", m.lease_until.map(moment));
     add("target", m.target.clone());
     add("active key", m.active_key.clone());

@@ -248,9 +248,12 @@ pub struct MessageView {
     lease_token: i64,
     due_at: String,
     lease_until: Option<String>,
-    /// Who holds it, or held it last.
+    /// Who holds it, or held it last and never came back. An outcome ends it.
     locked_by: Option<String>,
     locked_at: Option<String>,
+    /// Who holds it, or held it when it ended.
+    claimed_by: Option<String>,
+    claimed_at: Option<String>,
     target: Option<String>,
     active_key: Option<String>,
     payload_sha: Option<String>,
@@ -281,6 +284,8 @@ impl From<Shown> for MessageView {
             lease_until: moment(m.lease_until),
             locked_by: m.locked_by,
             locked_at: moment(m.locked_at),
+            claimed_by: m.claimed_by,
+            claimed_at: moment(m.claimed_at),
             target: m.target,
             active_key: m.active_key,
             payload_sha: m.payload_sha,
