@@ -86,14 +86,14 @@ function connect() {
   stop();
   source = new EventSource("/v1/live");
   source.addEventListener("sample", (event) => {
-    clearTimeout(silence);
+    hush();
     tell(true);
     take(JSON.parse(event.data));
   });
   source.addEventListener("error", () => {
     // A stream lasts a minute, and the next begins at once: no word of it.
-    clearTimeout(silence);
-    silence = setTimeout(() => tell(false), 2500);
+    // One that does not come back is told of, however often the browser tries.
+    silence ||= setTimeout(() => tell(false), 2500);
     // The browser tries again by itself unless the answer was a refusal.
     if (source && source.readyState === EventSource.CLOSED) {
       setTimeout(async () => {
@@ -110,8 +110,13 @@ function connect() {
   });
 }
 
-export function stop() {
+function hush() {
   clearTimeout(silence);
+  silence = 0;
+}
+
+export function stop() {
+  hush();
   source?.close();
   source = null;
 }

@@ -5,18 +5,23 @@ import { attempt, badge, button, changes, confirm, facts, fill, h, moment, nothi
 
 const STATUSES = ["", "pending", "leased", "sent", "dead"];
 
-/** What somebody typed: an id, or a key, or a target. */
+/** What somebody typed may be an id, a key and a target at once: all that it finds, in this order. */
 async function find(text, lane, status, cursor) {
   const list = (more) => get(query("/v1/outbox", { lane, status, cursor, limit: 50, ...more }));
   if (!text) return list({});
-  const by_key = await list({ key: text });
+  const page = await list({ target: text });
+  // The pages that follow are of the target alone.
+  if (cursor) return page;
+  const first = await get(query("/v1/outbox", { lane, status, key: text, limit: 50 }));
+  const found = first.items;
   if (/^\d{1,18}$/.test(text)) {
-    // The list asks for ids below the cursor; a number may be an id and a key.
+    // The list asks for ids below the cursor.
     const at = await get(query("/v1/outbox", { lane, status, cursor: String(BigInt(text) + 1n), limit: 1 }));
-    const same = at.items.filter((one) => String(one.id) === text && !by_key.items.some((other) => other.id === one.id));
-    by_key.items.unshift(...same);
+    found.unshift(...at.items.filter((one) => String(one.id) === text));
   }
-  return by_key.items.length ? by_key : list({ target: text });
+  const known = new Set();
+  page.items = [...found, ...page.items].filter((one) => !known.has(one.id) && known.add(one.id));
+  return page;
 }
 
 export function messages(main, { lane, status, q, cursor }, every) {
@@ -92,7 +97,7 @@ export function message(main, { id }, every) {
     const door = {
       webhooks: h("a", { href: "#/webhooks/dead-letters" }, "Requeue it among the dead letters"),
       orders: m.active_key ? h("a", { href: `#/orders/${encodeURIComponent(m.active_key)}` }, "To its order") : "",
-      memory: h("a", { href: "#/memories" }, "To the memories"),
+      memory: h("span", {}, "Bring it back: ", h("code", {}, `postrider memory requeue ${id}`)),
     }[m.lane];
     const back = m.status !== "dead" ? null : door !== undefined ? door : button("Requeue", { id: "requeue", allowed: may("operate"), kind: "" }, async () => {
       if (!(await confirm({ title: `Requeue message ${id}?`, text: "It is tried again under its id and its idempotency key, with a new budget of attempts.", action: "Requeue" }))) return;

@@ -63,7 +63,12 @@ export function subscription(main, { id }, every) {
         const answer = await attempt(() => post(`/v1/subscriptions/${id}/rotate-secret`, {}));
         if (answer?.secret) await tell_secret(answer.secret, "The secret is rotated.");
       });
-      const test = button("Send a test", { id: "test", ...operate }, () => done("test", "A test event is on its way."));
+      const test = button("Send a test", { id: "test", ...operate }, async () => {
+        const answer = await attempt(() => post(`/v1/subscriptions/${id}/test`));
+        if (!answer) return;
+        const how = [answer.response_status && `HTTP ${answer.response_status}`, answer.error_code, `${number(answer.duration_ms)} ms`].filter(Boolean).join(", ");
+        toast(`The test event ${answer.success ? "was taken" : "was not taken"}: ${how}.`, !answer.success);
+      });
       const replay = button("Replay", { id: "replay", ...operate }, () => replay_events(one));
       return [
         h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "State"), badge(one.status), one.failing_since ? badge("failing", "bad") : null), facts([
@@ -89,9 +94,11 @@ async function replay_events(one) {
   await attempt(() => post("/v1/replays", { ...wish, dry_run: false }), (answer) => `Replay ${answer.replay_id} sends ${number(answer.count)} events.`);
 }
 
+const saga_state = (s) => badge(s.held ? "parked" : s.status, s.held ? "warn" : undefined);
+
 const saga_table = (items, empty = "No sagas.") => table("Sagas", [
   ["Saga", "", (s) => h("a", { href: `#/webhooks/sagas/${s.id}`, id: `g-${s.id}` }, String(s.id))], ["Event", "n", (s) => String(s.event_id)],
-  ["Subscription", "n", (s) => h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["State", "", (s) => badge(s.held ? "parked" : s.status, s.held ? "warn" : undefined)],
+  ["Subscription", "n", (s) => h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["State", "", saga_state],
   ["Attempts", "n", (s) => number(s.attempt_count)], ["Error", "", (s) => (s.final_error_code ? h("code", {}, s.final_error_code) : "–")], ["Next", "nowrap", (s) => (s.next_attempt_at ? moment(s.next_attempt_at) : "–")], ["Since", "nowrap", (s) => moment(s.created_at)],
 ], items, empty);
 
@@ -106,7 +113,7 @@ export function sagas(main, { status, cursor }, every) {
 
 export function saga(main, { id }, every) {
   return refreshed(main, [title(`Saga ${id}`, h("a", { href: "#/webhooks/sagas" }, "All sagas"))], every, () => get(`/v1/sagas/${id}`), (s) => [
-    h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "State"), badge(s.status)), facts([
+    h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "State"), saga_state(s)), facts([
       ["Event", String(s.event_id)], ["Subscription", h("a", { href: `#/webhooks/${s.subscription_id}` }, String(s.subscription_id))], ["Attempts", number(s.attempt_count)],
       ["Next attempt", s.next_attempt_at && moment(s.next_attempt_at)], ["Ended with", s.final_error_code && h("code", {}, s.final_error_code)], ["Job", s.jobs.length ? s.jobs.map((job) => h("a", { href: `#/messages/${job.id}` }, `message ${job.id}, ${job.status}`)) : null],
     ])),
@@ -130,7 +137,7 @@ export function dead_letters(main, { cursor }, every) {
     let skipped = 0;
     for (;;) {
       const answer = await attempt(() => post("/v1/dead-letters/requeue", { filter: {}, dry_run: false }));
-      if (!answer) break;
+      if (!answer) return back ? toast(`${number(back)} dead letters are on their way again; then it stopped.`, true) : undefined;
       back += answer.count;
       skipped += answer.skipped;
       if (answer.count === 0 || back >= counted.count) break;
@@ -235,7 +242,8 @@ export function memories(main, { correlation_id, cursor }, every) {
       tiles([["Deferred", number(waiting), "waiting", waiting ? "bad" : ""], ["OpenMemory", health.capabilities.openmemory]]),
       h("section", { class: "card" }, h("h2", {}, "Deferred memories"), table("Deferred memories", [
         ["Message", "", (m) => h("a", { href: `#/messages/${m.id}`, id: `d-${m.id}` }, String(m.id))], ["Space", "", (m) => m.target ?? "–"], ["Why", "", (m) => (m.last_error_code ? h("code", {}, m.last_error_code) : "–")], ["Since", "nowrap", (m) => moment(m.created_at)], ["Next try", "nowrap", (m) => moment(m.due_at)],
-      ], deferred.items, nothing(deferred, "Nothing is deferred.")), deferred.next_cursor ? h("p", {}, h("a", { href: "#/messages?lane=memory&status=pending", id: "all-deferred" }, "All of them")) : null),
+      ], deferred.items, nothing(deferred, "Nothing is deferred.")), deferred.next_cursor ? h("p", {}, h("a", { href: "#/messages?lane=memory&status=pending", id: "all-deferred" }, "All of them")) : null,
+        h("p", {}, h("a", { href: "#/messages?lane=memory&status=dead", id: "given-up" }, "Those that were given up"))),
       form,
       h("section", { class: "card" }, h("h2", {}, "Audit"), table("Audit", [
         ["When", "nowrap", (a) => moment(a.created_at)], ["Action", "", (a) => badge(a.action)], ["State", "", (a) => badge(a.status)], ["Reason", "", (a) => a.reason], ["Space", "", (a) => a.target_space ?? "–"], ["By", "", (a) => a.actor_user_id ?? "–"],

@@ -90,9 +90,10 @@ pub enum Command {
     Config(ConfigCommand),
     /// Watch how things go, in the terminal (q leaves)
     ///
-    /// Into a pipe, or with --json, it tells once how things are.
+    /// Into a pipe, or with --json, it tells once how things are. It asks the database alone, so it needs no server; whether
+    /// OpenMemory is there, the dashboard tells.
     Top,
-    /// See deliveries, retries, a dead message and its requeue, on an embedded database
+    /// See it all at work on an embedded database: deliveries, retries, dead letters, an order, a memory outage
     Demo(Demo),
     /// Measure how fast this is here, as a ratio to bare SQL on the same database
     Bench(crate::bench::Bench),

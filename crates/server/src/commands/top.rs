@@ -25,6 +25,8 @@ use crate::table::Table as Plain;
 const KEYS: Duration = Duration::from_millis(200);
 /// How many samples the share of success is taken over, here as on the dashboard.
 const RECENT: usize = 30;
+/// A count that is older is told as such; of a deep backlog it is made more rarely.
+const OLD: Duration = Duration::from_secs(5);
 
 pub async fn run(config: &Config, output: Output) -> Result<Ending> {
     let outbox = database::open_ready(config).await?;
@@ -153,12 +155,13 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -
     let [head, numbers, charts, table, foot] = Layout::vertical(areas).areas(frame.area());
     frame.render_widget(Line::from(title.to_owned()).bold(), head);
     frame.render_widget(summary(now, samples), numbers);
-    let [sent, pending, dead] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(charts);
-    chart(frame, sent, "sent/s", Color::Green, samples, |lane| lane.sent_per_second);
-    chart(frame, pending, "pending", Color::Blue, samples, |lane| lane.pending as f64);
-    chart(frame, dead, "retried and dead/s", Color::Red, samples, |lane| {
-        lane.retries_per_second + lane.dead_per_second
+    let [sent, failed, pending, oldest] = Layout::horizontal([Constraint::Ratio(1, 4); 4]).areas(charts);
+    chart(frame, sent, "sent/s", Color::Green, samples, |now| total(now, |lane| lane.sent_per_second));
+    chart(frame, failed, "retried and dead/s", Color::Red, samples, |now| {
+        total(now, |lane| lane.retries_per_second + lane.dead_per_second)
     });
+    chart(frame, pending, "pending", Color::Blue, samples, |now| total(now, |lane| lane.pending as f64));
+    chart(frame, oldest, "oldest due, s", Color::Magenta, samples, oldest_due);
     // Without its borders and its head.
     let room = usize::from(table.height.saturating_sub(3));
     // The terminal may have grown since somebody scrolled.
@@ -189,6 +192,10 @@ fn which(first: usize, lanes: usize, room: usize) -> String {
     format!(" lanes {} to {} of {lanes} ", first + 1, (first + room).min(lanes))
 }
 
+fn oldest_due(sample: &Sample) -> f64 {
+    sample.lanes.values().map(|lane| lane.oldest_due_seconds).fold(0.0, f64::max)
+}
+
 /// Of the attempts that ended within the last samples, how many in a hundred were taken.
 fn success(samples: &[&Sample]) -> Option<f64> {
     let recent = || samples.iter().rev().filter(|sample| !sample.stale).take(RECENT);
@@ -200,12 +207,13 @@ fn success(samples: &[&Sample]) -> Option<f64> {
 fn summary<'a>(now: &'a Sample, samples: &[&Sample]) -> Paragraph<'a> {
     let number =
         |name: &'static str, value: String| [Span::from(name).dim(), Span::from(value).bold(), Span::from("   ")];
-    let oldest = now.lanes.values().map(|lane| lane.oldest_due_seconds).fold(0.0, f64::max);
+    let counted = Duration::from_millis((now.at_ms - now.counted_at_ms).max(0) as u64);
+    let counted = if counted > OLD { format!(" (counted {} s ago)", counted.as_secs()) } else { String::new() };
     let numbers = [
         number("sent/s ", format!("{:.0}", total(now, |lane| lane.sent_per_second))),
-        number("pending ", format!("{:.0}", total(now, |lane| lane.pending as f64))),
+        number("pending ", format!("{:.0}{counted}", total(now, |lane| lane.pending as f64))),
         number("leased ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
-        number("oldest due ", format!("{oldest:.1} s")),
+        number("oldest due ", format!("{:.1} s", oldest_due(now))),
         number("success ", success(samples).map_or("-".to_owned(), |share| format!("{share:.1} %"))),
         number("dead/s ", format!("{:.1}", total(now, |lane| lane.dead_per_second))),
         number("workers ", now.workers.to_string()),
@@ -225,13 +233,13 @@ fn chart(
     name: &str,
     color: Color,
     samples: &[&Sample],
-    of: impl Fn(&LaneSample) -> f64,
+    of: impl Fn(&Sample) -> f64,
 ) {
     let block = Block::bordered().title(format!(" {name} "));
     let width = usize::from(area.width.saturating_sub(2));
     let newest = samples.iter().rev().take(width).rev();
     // Small numbers keep their shape.
-    let data: Vec<u64> = newest.map(|sample| (total(sample, &of) * 100.0) as u64).collect();
+    let data: Vec<u64> = newest.map(|sample| (of(sample) * 100.0) as u64).collect();
     frame.render_widget(Sparkline::default().block(block).data(&data).style(color), area);
 }
 
@@ -280,6 +288,8 @@ mod tests {
         }
         assert!(!shown.contains("no worker"));
         assert!(screen(&[&Sample::default()]).contains("success -"), "nothing ended: no share");
+        let late = screen(&[&Sample { at_ms: 60_000, counted_at_ms: 48_500, ..sample.clone() }]);
+        assert!(late.contains("pending 1234 (counted 11 s ago)"), "{late}");
         let alone = screen(&[&Sample { workers: 0, ..sample.clone() }]);
         assert!(alone.contains("no worker has called lately"), "{alone}");
         let stale = screen(&[&Sample { stale: true, ..sample }]);

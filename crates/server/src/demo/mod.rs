@@ -1,6 +1,7 @@
 //! `postrider demo`: the whole system in a temporary folder, on an embedded database: an application with a moody receiver,
-//! a webhook that becomes a dead letter, an order sent twice, and a memory service that goes away. What it tells is checked at the end against the books of those
-//! who received: the receiver's log, the broker's executions, the memories that arrived.
+//! a webhook that becomes a dead letter, an order sent twice, and a memory service that goes away. What it tells is checked
+//! at the end against the books of those who received: the receiver's log, the partner's, the broker's executions, the
+//! memories that arrived.
 
 mod checks;
 mod partner;
@@ -120,7 +121,7 @@ pub async fn run(args: Demo, output: Output) -> Result<Ending> {
     remember(&stage, &mut view, &mut story).await?;
     let books = stage.outbox.stats().await?;
     let checks = checks::all(&story, &stage.receiver.arrivals(), &books);
-    view.tell(&view::counts(&stage.outbox, &stage.receiver).await?)?;
+    view.tell(&view::counts(&stage).await?)?;
     let passed = checks.iter().all(|check| check.passed);
     output.show(&json!({ "passed": passed, "steps": checks }), || checks::told(&checks))?;
 
@@ -137,6 +138,7 @@ struct Stage {
     outbox: Outbox,
     parts: Parts,
     receiver: Receiver,
+    partner: Partner,
     memory: OpenMemory,
     stop: watch::Sender<bool>,
     stopped: watch::Receiver<bool>,
@@ -145,7 +147,7 @@ struct Stage {
 
 impl Stage {
     async fn set(folder: &Path, output: Output) -> Result<Stage> {
-        let receiver = Receiver::start().await?;
+        let (receiver, partner) = (Receiver::start().await?, Partner::start().await?);
         let memory = OpenMemory::new(&stand_in::Settings::default())?;
         let listener = TcpListener::bind("127.0.0.1:0").await.map_err(trouble)?;
         let address = listener.local_addr().map_err(trouble)?;
@@ -170,7 +172,7 @@ impl Stage {
         let mut tasks = vec![calling, working, orchestrate(&parts.webhooks, stopped.clone())];
         tasks.extend(parts.memories.as_ref().map(|memories| tend(memories, false, stopped.clone())));
         tokio::spawn(memory.clone().serve(listener));
-        Ok(Stage { config, outbox, parts, receiver, memory, stop, stopped, tasks })
+        Ok(Stage { config, outbox, parts, receiver, partner, memory, stop, stopped, tasks })
     }
 
     /// Its database goes with the folder; nothing is under way any more.
@@ -194,7 +196,7 @@ async fn play(application: &mut Application, stage: &Stage, view: &mut View, sto
             story.rolled_back.push(invoice)
         }
         tokio::time::sleep(Duration::from_millis(3)).await;
-        view.watch(outbox, receiver).await?;
+        view.watch(stage).await?;
     }
     view.tell(&format!(
         "{} were committed and {} rolled back: those must never arrive.",
@@ -229,7 +231,7 @@ async fn play(application: &mut Application, stage: &Stage, view: &mut View, sto
 
 /// A webhook that nobody can take for a while.
 async fn publish(stage: &Stage, view: &mut View, story: &mut Story) -> Result<()> {
-    let (webhooks, partner) = (&stage.parts.webhooks, Partner::start().await?);
+    let (webhooks, partner) = (&stage.parts.webhooks, &stage.partner);
     let wish = NewSubscription {
         url: partner.url.clone(),
         event_types: vec!["order.*".to_owned()],
@@ -305,7 +307,7 @@ async fn remember(stage: &Stage, view: &mut View, story: &mut Story) -> Result<(
     stage.memory.be_down(true);
     for text in ["Invoices are due in 30 days.", "The office moves in May."] {
         story.stored.push(store(text).await);
-        view.watch(&stage.outbox, &stage.receiver).await?;
+        view.watch(stage).await?;
     }
     view.tell("Both are deferred: in the outbox, with their audit, and the caller did not wait.")?;
     stage.memory.be_down(false);
@@ -323,7 +325,7 @@ async fn wait(view: &mut View, stage: &Stage, holds: impl AsyncFn() -> Result<bo
         if holds().await? {
             return Ok(true);
         }
-        view.watch(&stage.outbox, &stage.receiver).await?;
+        view.watch(stage).await?;
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(false)

@@ -3,10 +3,9 @@
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use postrider::Outbox;
 use postrider::clock::Tick;
 
-use super::receiver::Receiver;
+use super::Stage;
 use crate::failure::Result;
 use crate::output::{Output, print, print_bytes};
 use crate::table::Table;
@@ -36,12 +35,12 @@ impl View {
     }
 
     /// The table, if it is time to draw it again.
-    pub async fn watch(&mut self, outbox: &Outbox, receiver: &Receiver) -> Result<()> {
+    pub async fn watch(&mut self, stage: &Stage) -> Result<()> {
         let now = Tick::now();
         if self.silent || !self.live || now.since(self.drawn_at) < REDRAW {
             return Ok(());
         }
-        let text = counts(outbox, receiver).await?;
+        let text = counts(stage).await?;
         self.erase()?;
         print(&text)?;
         self.drawn = text.lines().count();
@@ -58,18 +57,30 @@ impl View {
     }
 }
 
-/// Our books beside the receiver's.
-pub async fn counts(outbox: &Outbox, receiver: &Receiver) -> Result<String> {
-    let stats = outbox.stats().await?;
-    let arrivals = receiver.arrivals();
-    let of = |status: u16| arrivals.iter().filter(|a| a.status == status).count().to_string();
+/// Our books beside those of the receivers: what came to them over HTTP, by the answers they gave.
+pub async fn counts(stage: &Stage) -> Result<String> {
+    let stats = stage.outbox.stats().await?;
+    let invoices: Vec<u16> = stage.receiver.arrivals().iter().map(|arrival| arrival.status).collect();
+    let webhooks: Vec<u16> = stage.partner.calls().iter().map(|call| call.status).collect();
     let mut table = Table::new(["outbox", "pending", "leased", "sent", "dead", "receiver: 200", "500", "503", "422"]);
-    for lane in [super::LANE, postrider_orders::LANE, postrider_memories::LANE] {
+    let lanes = [
+        (super::LANE, Some(invoices)),
+        (postrider_webhooks::LANE, Some(webhooks)),
+        (postrider_orders::LANE, None),
+        (postrider_memories::LANE, None),
+    ];
+    for (lane, answers) in lanes {
         let s = stats.get(lane).copied().unwrap_or_default();
-        let [pending, leased, sent, dead] = [s.pending, s.leased, s.sent, s.dead].map(|n| n.to_string());
-        let answers = if lane == super::LANE { [200, 500, 503, 422].map(of) } else { [(); 4].map(|()| "-".to_owned()) };
-        let [taken, broken, away, refused] = answers;
-        table.row([lane.to_owned(), pending, leased, sent, dead, taken, broken, away, refused]);
+        let kept = |count: u64| {
+            // Sagas and dead letters keep what has ended there, not the outbox.
+            if lane == postrider_webhooks::LANE { "-".to_owned() } else { count.to_string() }
+        };
+        let [taken, broken, away, refused] = [200, 500, 503, 422].map(|status| match &answers {
+            Some(answers) => answers.iter().filter(|answer| **answer == status).count().to_string(),
+            None => "-".to_owned(),
+        });
+        let [pending, leased] = [s.pending, s.leased].map(|count| count.to_string());
+        table.row([lane.to_owned(), pending, leased, kept(s.sent), kept(s.dead), taken, broken, away, refused]);
     }
     Ok(table.render())
 }

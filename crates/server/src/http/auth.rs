@@ -1,6 +1,7 @@
 //! Who may do what: bearer tokens with scopes. Without a token only where the server listens on loopback alone, and then
 //! not for pages of other sites.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -126,7 +127,8 @@ fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
     let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.contains(']') { host } else { name });
     // Another name for this machine is how a page gets around the rule on origins.
-    if !["", "localhost", "127.0.0.1", "[::1]"].contains(&name) && !name.starts_with("127.") {
+    let is_loopback = name.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback());
+    if !is_loopback && !["", "localhost", "[::1]"].contains(&name) {
         return Err(forbidden(format!(
             "without a token this server answers to 127.0.0.1 and localhost, not to {name}"
         )));

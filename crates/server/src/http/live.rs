@@ -44,6 +44,9 @@ pub async fn overview(State(app): State<Arc<App>>, Extension(caller): Extension<
 
 /// So long a stream lasts; then the browser asks again, and its token is looked at again.
 const STREAM: Duration = Duration::from_secs(60);
+/// When it asks again after that, and after a stream that broke off: a server that is gone is asked gently.
+const GO_ON: Duration = Duration::from_millis(100);
+const TRY_AGAIN: Duration = Duration::from_secs(2);
 
 /// `GET /v1/live`: each new sample as a server-sent event `sample`, until the client leaves, a minute is over or the server
 /// stops.
@@ -54,22 +57,19 @@ pub async fn stream(
     let watching = Watching::new(app.live.clone());
     let newest = app.live.subscribe();
     let lane = caller.lane().map(str::to_owned);
-    let begun = Tick::now();
+    let begun = Some(Tick::now());
     let events =
         futures_util::stream::unfold((watching, newest, lane, begun), async |(watching, mut newest, lane, begun)| {
-            if Tick::now().since(begun) >= STREAM {
-                return None;
-            }
+            let begun = begun?;
             newest.changed().await.ok()?;
             let sample = newest.borrow_and_update().clone();
             if sample.at_ms < 0 {
                 return None;
             }
-            let event = Event::default()
-                .event("sample")
-                .retry(Duration::from_millis(100))
-                .json_data(sample.of(lane.as_deref()));
-            Some((Ok(event.unwrap_or_default()), (watching, newest, lane, begun)))
+            let is_last = Tick::now().since(begun) >= STREAM;
+            let retry = if is_last { GO_ON } else { TRY_AGAIN };
+            let event = Event::default().event("sample").retry(retry).json_data(sample.of(lane.as_deref()));
+            Some((Ok(event.unwrap_or_default()), (watching, newest, lane, (!is_last).then_some(begun))))
         });
     Sse::new(events).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
 }

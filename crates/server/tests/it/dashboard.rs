@@ -108,6 +108,12 @@ fn sign_in_watch_a_message_requeue_it_and_pause_a_lane() {
     assert!(way[4].starts_with("Claimed by ") && way[5..] == ["Sent"], "{way:?}");
     assert_eq!(home.show(id.parse().unwrap())["status"], "sent");
 
+    // The same word may be one message's target and another's key.
+    let named = [("authorization", bearer.as_str()), ("Idempotency-Key", "erp")];
+    let other = server.post("/v1/outbox/mail", &named, "x").answered(201).json()["id"].to_string();
+    browser.goto(&format!("http://{}/#/messages?q=erp", server.address));
+    browser.wait(&format!("document.getElementById('m-{id}') && document.getElementById('m-{other}')"));
+
     // A lane is held and let go.
     browser.click("nav a[href='#/']");
     browser.click("#hold-mail");
@@ -174,6 +180,11 @@ fn dead_letters_come_back_one_by_one_and_all_at_once() {
     browser.wait("document.getElementById('resume')");
     browser.click("#resume");
     browser.wait("document.getElementById('pause')");
+    browser.click("#test");
+    browser.sees("The test event was taken: HTTP 200");
+    up.store(false, Ordering::SeqCst);
+    browser.click("#test");
+    browser.sees("The test event was not taken: HTTP 503");
     browser.click("#rotate");
     browser.click("#confirm-go");
     browser.wait("document.getElementById('ask-secret')?.value.startsWith('whsec_')");
@@ -217,6 +228,31 @@ fn an_outage_of_the_memory_service_is_seen_and_so_is_its_end() {
     browser.write(stored["correlation_id"].as_str().unwrap());
     browser.press("Enter");
     browser.sees("success");
+    is_clean(&mut browser, &server);
+}
+
+#[test]
+fn a_server_that_goes_away_is_told_and_so_is_its_return() {
+    let home = Home::sqlite();
+    let (receiver, _) = moody();
+    configured(&home, &receiver, "");
+    let server = Server::start(&home, &[]);
+    let address = server.address.clone();
+    let mut browser = Browser::start();
+    browser.goto(&format!("http://{address}/"));
+    browser.wait("document.getElementById('link').textContent === 'live'");
+    is_clean(&mut browser, &server);
+    let asked = |browser: &mut Browser| browser.requests().iter().filter(|url| url.ends_with("/v1/live")).count();
+    let before = asked(&mut browser);
+    server.stop();
+    browser.wait("document.getElementById('link').textContent === 'connection lost'");
+    let after = asked(&mut browser);
+    assert!(after - before < 5, "it is asked gently: {} times", after - before);
+    let server = Server::start(&home, &["--listen", &address]);
+    browser.wait("document.getElementById('link').textContent === 'live'");
+    browser.complaints(); // the console tells of the refused connections
+    browser.goto(&format!("http://{address}/#/workers"));
+    browser.sees("alive");
     is_clean(&mut browser, &server);
 }
 

@@ -265,9 +265,24 @@ fn nobody_is_let_in_from_elsewhere_without_a_token() {
     from("https://evil.example").refused(403, "FORBIDDEN");
     from(&format!("http://{}", server.address)).answered(201);
     // A name that was made to point at this machine.
-    let rebound =
-        "POST /v1/outbox/log HTTP/1.1\r\nhost: evil.example:8787\r\ncontent-length: 1\r\nconnection: close\r\n\r\nx";
-    server.raw(rebound.as_bytes()).refused(403, "FORBIDDEN");
+    let called = |name: &str| {
+        let request = format!(
+            "POST /v1/outbox/log HTTP/1.1\r\nhost: {name}\r\norigin: http://{name}\r\ncontent-length: 1\r\nconnection: close\r\n\r\nx"
+        );
+        server.raw(request.as_bytes())
+    };
+    for name in [
+        "evil.example:8787",
+        "127.evil.example:8787",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "10.0.0.1:8787",
+    ] {
+        called(name).refused(403, "FORBIDDEN");
+    }
+    for name in ["localhost:8787", "127.0.0.1", "127.3.2.1:8787", "[::1]:8787"] {
+        called(name).answered(201);
+    }
 }
 
 #[test]
