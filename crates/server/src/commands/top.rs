@@ -147,7 +147,8 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -
     let lanes = now.lanes.len() as u16 + 3;
     let areas = [
         Constraint::Length(1),
-        Constraint::Length(3),
+        // A line of air, two of numbers, and a note.
+        Constraint::Length(4),
         Constraint::Length(8),
         Constraint::Min(lanes),
         Constraint::Length(1),
@@ -157,7 +158,7 @@ fn draw(frame: &mut Frame<'_>, title: &str, samples: &[&Sample], first: usize) -
     frame.render_widget(summary(now, samples), numbers);
     let [sent, failed, pending, oldest] = Layout::horizontal([Constraint::Ratio(1, 4); 4]).areas(charts);
     chart(frame, sent, "sent/s", Color::Green, samples, |now| total(now, |lane| lane.sent_per_second));
-    chart(frame, failed, "retried and dead/s", Color::Red, samples, |now| {
+    chart(frame, failed, "retried, dead/s", Color::Red, samples, |now| {
         total(now, |lane| lane.retries_per_second + lane.dead_per_second)
     });
     chart(frame, pending, "pending", Color::Blue, samples, |now| total(now, |lane| lane.pending as f64));
@@ -209,16 +210,18 @@ fn summary<'a>(now: &'a Sample, samples: &[&Sample]) -> Paragraph<'a> {
         |name: &'static str, value: String| [Span::from(name).dim(), Span::from(value).bold(), Span::from("   ")];
     let counted = Duration::from_millis((now.at_ms - now.counted_at_ms).max(0) as u64);
     let counted = if counted > OLD { format!(" (counted {} s ago)", counted.as_secs()) } else { String::new() };
-    let numbers = [
+    let much = [
         number("sent/s ", format!("{:.0}", total(now, |lane| lane.sent_per_second))),
         number("pending ", format!("{:.0}{counted}", total(now, |lane| lane.pending as f64))),
         number("leased ", format!("{:.0}", total(now, |lane| lane.leased as f64))),
         number("oldest due ", format!("{:.1} s", oldest_due(now))),
+    ];
+    let well = [
         number("success ", success(samples).map_or("-".to_owned(), |share| format!("{share:.1} %"))),
         number("dead/s ", format!("{:.1}", total(now, |lane| lane.dead_per_second))),
         number("workers ", now.workers.to_string()),
     ];
-    let mut lines = vec![Line::from(""), Line::from(numbers.concat())];
+    let mut lines = vec![Line::from(""), Line::from(much.concat()), Line::from(well.concat())];
     if now.stale {
         lines.push(Line::from("the database does not answer; this is from before").red());
     } else if now.workers == 0 {
@@ -251,7 +254,7 @@ mod tests {
     use super::*;
 
     fn screen(samples: &[&Sample]) -> String {
-        let mut terminal = Terminal::new(TestBackend::new(100, 24)).unwrap();
+        let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
         terminal
             .draw(|frame| {
                 draw(frame, "postrider top, sqlite://x.db", samples, 0);
@@ -289,7 +292,7 @@ mod tests {
         assert!(!shown.contains("no worker"));
         assert!(screen(&[&Sample::default()]).contains("success -"), "nothing ended: no share");
         let late = screen(&[&Sample { at_ms: 60_000, counted_at_ms: 48_500, ..sample.clone() }]);
-        assert!(late.contains("pending 1234 (counted 11 s ago)"), "{late}");
+        assert!(late.contains("pending 1234 (counted 11 s ago)") && late.contains("workers 2"), "{late}");
         let alone = screen(&[&Sample { workers: 0, ..sample.clone() }]);
         assert!(alone.contains("no worker has called lately"), "{alone}");
         let stale = screen(&[&Sample { stale: true, ..sample }]);
