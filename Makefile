@@ -1,6 +1,8 @@
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
+# As the tests build it, so that nothing is built twice.
+BUILD := cargo test --locked --quiet --workspace --all-features --no-run
 WITH_DATABASES := cargo run --locked -q -p proving --bin with-databases --
 DENY := $(or $(shell command -v cargo-deny),target/tools/bin/cargo-deny)
 
@@ -18,22 +20,22 @@ test: ## Run all tests on SQLite, PostgreSQL and MariaDB; brings its own servers
 
 .PHONY: api
 api: ## Let Schemathesis (from PyPI) try the API against its own description
-	cargo build --locked
+	$(BUILD)
 	scripts/check-api.sh
 
 .PHONY: receivers
 receivers: ## Let receivers in Python and Node verify our webhooks with the official packages
-	cargo build --locked
+	$(BUILD)
 	scripts/check-receivers.sh
 
 .PHONY: mcp
 mcp: ## Let the official MCP client and the inspector use our tools over both transports
-	cargo build --locked
+	$(BUILD)
 	scripts/check-mcp.sh
 
 .PHONY: verify-unified
 verify-unified: ## Check what an outage of OpenMemory costs; VERIFY_FULL=1 makes one
-	cargo build --locked
+	$(BUILD)
 	@mkdir -p target/verify
 	$(if $(POSTGRES_DSN)$(POSTRIDER_DATABASE),,POSTRIDER_DATABASE=sqlite://target/verify/postrider.db) \
 		target/debug/postrider verify $(if $(filter 1,$(VERIFY_FULL)),--full)
