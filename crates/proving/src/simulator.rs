@@ -48,6 +48,8 @@ pub struct Plan {
     pub max_attempts: u32,
     /// All messages are there from the start, so that several claims are under way at once.
     pub deep: bool,
+    /// The database takes its time now and then, so that answers overtake each other.
+    pub uneven: bool,
 }
 
 impl Plan {
@@ -68,6 +70,7 @@ impl Plan {
             dedup,
             max_attempts: if rng.u8(0..3) == 0 { 2 } else { 40 },
             deep: rng.u8(0..3) == 0,
+            uneven: calm && rng.bool(),
         }
     }
 }
@@ -185,8 +188,6 @@ struct World {
     delivering: HashMap<(u64, usize), i64>,
     /// Workers that were made to die, freeze or stall, and until when what they hold may rightly count as lost with them.
     struck: HashMap<String, u64>,
-    /// Workers that stopped when they were told to.
-    stopped: Vec<String>,
     /// Outcomes recorded per message.
     counted: HashMap<i64, u32>,
     /// Workers a poison message killed.
@@ -236,7 +237,6 @@ impl World {
             settled: HashSet::new(),
             delivering: HashMap::new(),
             struck: HashMap::new(),
-            stopped: vec![],
             counted: HashMap::new(),
             poisoned: HashSet::new(),
             unlucky: HashSet::new(),
@@ -355,6 +355,9 @@ impl World {
             self.strike(worker, self.now + stall + AFTERMATH);
             return stall;
         }
+        if self.plan.uneven && self.rng.u8(0..4) == 0 {
+            return self.rng.u64(20_000..600_000);
+        }
         self.rng.u64(50..5_000)
     }
 
@@ -435,11 +438,22 @@ impl World {
         self.at(again, Action::Start { worker });
     }
 
-    /// It stopped by itself, and comes back later under another name. What it left leased, it lost.
+    /// It stopped by itself, and comes back later under another name. What it left leased, it lost: rightly so only if its
+    /// time was over with an answer of the database still on the way.
     fn finish(&mut self, worker: usize) {
-        let Some(gone) = self.workers[worker].take() else { return };
+        let Some(life) = self.workers[worker].as_ref().map(|gone| gone.life) else { return };
+        let unanswered = self.actions.values().any(|action| match action {
+            Action::Execute { worker: of, life: in_life, .. } | Action::Hear { worker: of, life: in_life, .. } => {
+                (*of, *in_life) == (worker, life)
+            }
+            _ => false,
+        });
+        if unanswered {
+            self.mark("stopped without an answer");
+            self.strike(worker, u64::MAX);
+        }
+        self.workers[worker] = None;
         self.note(format_args!("w{worker} stopped"));
-        self.stopped.push(gone.core.owner().to_owned());
         let again = self.now + self.rng.u64(SECOND / 10..10 * SECOND);
         self.at(again, Action::Start { worker });
     }

@@ -22,7 +22,7 @@ impl Core {
         self.phase == Phase::Running
             && lane.gate == Gate::Open
             && self.apart == Apart::No
-            && lane.claims < if lane.shards.iter().any(|s| s.lost.is_some()) { 1 } else { CLAIMS }
+            && lane.claims < if lane.must_claim_alone() { 1 } else { CLAIMS }
             && capacity > 0
             && (capacity >= enough || lane.running + lane.claims == 0)
     }
@@ -38,6 +38,12 @@ impl Core {
     }
 
     pub(super) fn claim_once(&mut self, index: usize, now: Tick) -> bool {
+        // What the walk saw unclaimed may have been on its way to us: by now all earlier answers are in.
+        if self.lanes[index].claims == 0 {
+            for shard in &mut self.lanes[index].shards {
+                shard.found.retain(|id| !self.held.contains_key(id));
+            }
+        }
         let lane = &self.lanes[index];
         let only_lost = self.must_adopt(lane);
         if !(only_lost || self.may_claim(lane)) || now < lane.claim_trouble.until {
@@ -80,6 +86,7 @@ impl Core {
         let lane = &mut self.lanes[index];
         lane.claims += 1;
         lane.coming += limit as usize;
+        lane.claims_by_id = matches!(from, From::Ids(_));
         let claim = Claim {
             lane: lane.settings.lane.clone(),
             shard: lane.shards[shard].id,
@@ -107,6 +114,7 @@ impl Core {
         let lane = &mut self.lanes[index];
         lane.claims -= 1;
         lane.coming -= limit as usize;
+        lane.claims_by_id &= !matches!(from, Start::Ids(_));
         let claimed = match result {
             Ok(claimed) => claimed,
             Err(error) => {

@@ -355,6 +355,8 @@ struct Lane {
     /// Claims under way, and how many rows they may bring.
     claims: usize,
     coming: usize,
+    /// The one claim under way asks for single messages.
+    claims_by_id: bool,
     claim_trouble: Trouble,
     ready: VecDeque<Box<Message>>,
     running: usize,
@@ -439,6 +441,12 @@ pub struct Core {
 }
 
 impl Lane {
+    /// A claim that adopts takes what is ours already under a new token. What another claim has brought us meanwhile, or
+    /// is about to, would lose its lease to it while its outcome is on the way, and be sent twice: so it goes alone.
+    fn must_claim_alone(&self) -> bool {
+        self.claims_by_id || self.shards.iter().any(|shard| shard.lost.is_some() || !shard.found.is_empty())
+    }
+
     /// Gives back what was claimed and not begun.
     fn give_back_ready(&mut self, held: &mut HashMap<i64, Held>) {
         for message in self.ready.drain(..) {
@@ -459,6 +467,7 @@ impl Core {
             next_poll: now,
             claims: 0,
             coming: 0,
+            claims_by_id: false,
             claim_trouble: Trouble::default(),
             ready: VecDeque::new(),
             running: 0,
