@@ -13,6 +13,7 @@ pub mod bulk;
 pub mod clock;
 pub mod couriers;
 pub mod decide;
+pub mod doctor;
 pub mod enqueue;
 pub mod error;
 pub mod inbox;
