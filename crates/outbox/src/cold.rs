@@ -1,47 +1,63 @@
 //! The verbs that are not hot, written once on the `Tx` port: renew, defer, wake, seize, requeue, prune, dedup, counts.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
 use crate::message::{Sha, cut_code};
+use crate::outcome::{GiveBack, LeaseState, code};
 use crate::permit::{permit, withdraw_permit};
-use crate::settle::{by_id, for_update, in_ids};
+use crate::settle::{by_id, for_update, in_ids, skip_locked};
 use crate::store::{LaneStats, Prune, Pruned, Requeued};
 use crate::time::{Timestamp, micros_of};
-use crate::tx::{Dialect, Tx, Value};
+use crate::tx::{Dialect, Row, Tx, Value};
 
-/// The leases whose `keep` test passes under their rows' locks.
+/// What became of each lease: those whose `keep` test passes are locked by now. A row that somebody else has locked is
+/// not waited for: one forgotten session would cost all the others their leases.
 async fn lock_held(
     tx: &mut (dyn Tx + Send),
     leases: &[Lease],
-    keep: impl Fn(&Hold, i64, Timestamp) -> bool + Send,
-) -> Result<Vec<Lease>> {
-    let mut ids: Vec<i64> = leases.iter().map(|l| l.id).collect();
+    keep: impl Fn(&Hold, i64, Timestamp) -> bool + Send + Sync,
+) -> Result<Vec<LeaseState>> {
+    let mut ids = ids_of(leases);
     ids.sort_unstable();
-    let dialect = tx.dialect();
+    let skip = skip_locked(tx.dialect());
+    let rows = hold_rows(tx, &ids, skip).await?;
+    let got: HashSet<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    let missing: Vec<i64> = ids.into_iter().filter(|id| !got.contains(id)).collect();
+    let others = if missing.is_empty() { vec![] } else { hold_rows(tx, &missing, "").await? };
+    let mut states: HashMap<Lease, LeaseState> = HashMap::with_capacity(leases.len());
+    for (rows, state) in [(rows, LeaseState::Held), (others, LeaseState::Locked)] {
+        for row in rows {
+            let (id, now) = (row.int(0)?, row.time(4)?);
+            let (token, locked_by, lease_until) = (row.int(1)?, row.opt_text(2)?, row.opt_time(3)?);
+            let hold = Hold { token, locked_by, lease_until, ..Hold::default() };
+            let kept = leases.iter().filter(|lease| lease.id == id && keep(&hold, lease.token, now));
+            states.extend(kept.map(|lease| (*lease, state)));
+        }
+    }
+    Ok(leases.iter().map(|lease| states.get(lease).copied().unwrap_or(LeaseState::Lost)).collect())
+}
+
+async fn hold_rows(tx: &mut (dyn Tx + Send), ids: &[i64], lock: &str) -> Result<Vec<Row>> {
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
-    let list = in_ids(dialect, &ids, &mut params);
-    let sql = format!(
-        "SELECT id, lease_token, locked_by, lease_until, {now} FROM {} WHERE id {list} ORDER BY id{}",
-        by_id(dialect),
-        for_update(dialect)
-    );
-    let mut held = Vec::new();
-    for row in tx.query(&sql, &params).await? {
-        let (id, now) = (row.int(0)?, row.time(4)?);
-        let hold =
-            Hold { token: row.int(1)?, locked_by: row.opt_text(2)?, lease_until: row.opt_time(3)?, ..Hold::default() };
-        held.extend(leases.iter().find(|l| l.id == id && keep(&hold, l.token, now)));
-    }
-    Ok(held)
+    let list = in_ids(tx.dialect(), ids, &mut params);
+    let table = by_id(tx.dialect());
+    let sql =
+        format!("SELECT id, lease_token, locked_by, lease_until, {now} FROM {table} WHERE id {list} ORDER BY id{lock}");
+    tx.query(&sql, &params).await
 }
 
 fn ids_of(leases: &[Lease]) -> Vec<i64> {
     leases.iter().map(|l| l.id).collect()
+}
+
+fn held_of(leases: &[Lease], states: &[LeaseState]) -> Vec<i64> {
+    let held = leases.iter().zip(states).filter(|(_, state)| **state == LeaseState::Held);
+    held.map(|(lease, _)| lease.id).collect()
 }
 
 pub(crate) async fn renew(
@@ -49,60 +65,76 @@ pub(crate) async fn renew(
     owner: &str,
     leases: &[Lease],
     lease: Duration,
-) -> Result<Vec<bool>> {
-    let held = lock_held(tx, leases, |hold, token, now| hold.renewable(token, owner, now)).await?;
+) -> Result<Vec<LeaseState>> {
+    let states = lock_held(tx, leases, |hold, token, now| hold.renewable(token, owner, now)).await?;
+    let held = held_of(leases, &states);
     if !held.is_empty() {
         let mut params = Vec::new();
         let until = tx.now().plus(micros_of(lease), &mut params);
-        let list = in_ids(tx.dialect(), &ids_of(&held), &mut params);
+        let list = in_ids(tx.dialect(), &held, &mut params);
         tx.execute(&format!("UPDATE outbox SET lease_until = {until} WHERE id {list}"), &params).await?;
     }
-    Ok(leases.iter().map(|l| held.contains(l)).collect())
+    Ok(states)
 }
 
 /// Notes that the first byte is about to go out, on leases that still run; or that it did not after all.
 pub(crate) async fn begin(tx: &mut (dyn Tx + Send), owner: &str, lease: Lease, begun: bool) -> Result<bool> {
-    let held = lock_held(tx, &[lease], |hold, token, now| hold.renewable(token, owner, now)).await?;
-    if !held.is_empty() {
+    let states = lock_held(tx, &[lease], |hold, token, now| hold.renewable(token, owner, now)).await?;
+    if states.contains(&LeaseState::Locked) {
+        return Err(Error::new(Kind::Locked, format!("somebody else has message {} locked", lease.id)));
+    }
+    let held = states.contains(&LeaseState::Held);
+    if held {
         tx.execute("UPDATE outbox SET maybe_sent = ? WHERE id = ?", &[begun.into(), lease.id.into()]).await?;
     }
-    Ok(!held.is_empty())
+    Ok(held)
 }
 
 pub(crate) async fn defer(
     tx: &mut (dyn Tx + Send),
     owner: &str,
     leases: &[Lease],
-    delay: Duration,
-    code: Option<&str>,
-) -> Result<Vec<bool>> {
-    let held = lock_held(tx, leases, |hold, token, _| hold.accepts(token, owner)).await?;
+    how: &GiveBack,
+) -> Result<Vec<LeaseState>> {
+    let states = lock_held(tx, leases, |hold, token, _| hold.accepts(token, owner)).await?;
+    let held = held_of(leases, &states);
     if !held.is_empty() {
         let mut params = Vec::new();
-        let due = tx.now().plus(micros_of(delay), &mut params);
+        let due = tx.now().plus(micros_of(how.delay), &mut params);
         let now = tx.now().plus(0, &mut params);
-        let why = if code.is_some() { ", last_error_code = ?" } else { "" };
-        params.extend(code.map(|code| cut_code(code).into()));
-        let list = in_ids(tx.dialect(), &ids_of(&held), &mut params);
+        let why = if how.code.is_some() { ", last_error_code = ?" } else { "" };
+        params.extend(how.code.as_ref().map(|code| cut_code(code).into()));
+        let unsure = if !how.maybe_sent {
+            ""
+        } else if tx.dialect() == Dialect::Postgres {
+            ", maybe_sent = TRUE"
+        } else {
+            ", maybe_sent = 1"
+        };
+        let list = in_ids(tx.dialect(), &held, &mut params);
         let sql = format!(
-            "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why} WHERE id {list}"
+            "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why}{unsure} WHERE id {list}"
         );
         tx.execute(&sql, &params).await?;
     }
-    Ok(leases.iter().map(|l| held.contains(l)).collect())
+    Ok(states)
 }
 
+/// Makes waiting messages due now. One that somebody else has locked is left as it is.
 pub(crate) async fn wake(tx: &mut (dyn Tx + Send), lane: &str, active_keys: &[String]) -> Result<u64> {
+    let skip = skip_locked(tx.dialect());
     let mut woken = 0;
     for key in active_keys {
+        let mut params = vec![lane.into(), key.into()];
+        let now = tx.now().plus(0, &mut params);
+        let waits = format!(
+            "SELECT id FROM outbox WHERE lane = ? AND active_key = ? AND locked_by IS NULL AND due_at > {now}{skip}"
+        );
+        let Some(row) = tx.query(&waits, &params).await?.into_iter().next() else { continue };
         let mut params = Vec::new();
         let due = tx.now().plus(0, &mut params);
-        params.extend([lane.into(), key.into()]);
-        let now = tx.now().plus(0, &mut params);
-        let sql = format!(
-            "UPDATE outbox SET due_at = {due} WHERE lane = ? AND active_key = ? AND locked_by IS NULL AND due_at > {now}"
-        );
-        woken += tx.execute(&sql, &params).await?;
+        params.push(row.int(0)?.into());
+        woken += tx.execute(&format!("UPDATE outbox SET due_at = {due} WHERE id = ?"), &params).await?;
     }
     Ok(woken)
 }
@@ -364,8 +396,17 @@ pub(crate) async fn check_dedup(
     Ok(hits)
 }
 
-/// Writes the lanes' rules where SQL clients find them, and refuses what would strand live rows.
-pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> Result<()> {
+/// Whose word counts about lanes that are registered already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Register {
+    /// Ours: we serve them.
+    All,
+    /// Theirs who registered them: a command with another configuration only looks, or writes a message.
+    Missing,
+}
+
+/// Tells the database the lanes' rules, for SQL clients. Fewer shards strand nothing: workers find what lies beyond.
+pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes, how: Register) -> Result<()> {
     for (lane, rules) in lanes.iter() {
         let known = tx
             .query(
@@ -390,20 +431,10 @@ pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> R
             tx.execute(&sql, &params).await?;
             continue;
         };
-        let before = row.int(0)?;
-        if i64::from(rules.shards) < before {
-            let stranded = "SELECT 1 FROM outbox WHERE lane = ? AND shard_id >= ? LIMIT 1";
-            if !tx.query(stranded, &[lane.into(), rules.shards.into()]).await?.is_empty() {
-                return Err(Error::new(
-                    Kind::Invalid,
-                    format!(
-                        "lane `{lane}` has live messages in shards up to {before}; with shards = {} nobody would deliver them. Drain the lane first",
-                        rules.shards
-                    ),
-                ));
-            }
+        if how == Register::Missing {
+            continue;
         }
-        let same = before == i64::from(rules.shards)
+        let same = row.int(0)? == i64::from(rules.shards)
             && row.int(1)? == rules.max_payload_bytes as i64
             && row.int(2)? == key_ttl_sec
             && row.opt_text(3)?.as_deref() == rules.owned_by;
@@ -415,6 +446,60 @@ pub(crate) async fn register_lanes(tx: &mut (dyn Tx + Send), lanes: &Lanes) -> R
         }
     }
     Ok(())
+}
+
+/// The shards of a lane that have live messages and lie beyond the configured ones. One look at the index for each.
+pub(crate) async fn stray_shards(tx: &mut (dyn Tx + Send), lane: &str, shards: u32) -> Result<Vec<u32>> {
+    let sql = "SELECT MIN(shard_id) FROM outbox WHERE lane = ? AND shard_id >= ?";
+    let (mut found, mut from) = (Vec::new(), i64::from(shards));
+    while let Some(row) = tx.query(sql, &[lane.into(), from.into()]).await?.first()
+        && let Some(shard) = row.opt_int(0)?
+        && found.len() < MOST_STRAY_SHARDS
+    {
+        found.extend(u32::try_from(shard).ok());
+        from = shard + 1;
+    }
+    Ok(found)
+}
+
+const MOST_STRAY_SHARDS: usize = 1024;
+
+/// Gives back messages whose lease ran out and that nobody took, in one statement's lock: one that was taken over or
+/// renewed meanwhile is left alone. Answers their ids.
+pub(crate) async fn release_expired(
+    tx: &mut (dyn Tx + Send),
+    lane: &str,
+    send_begun: bool,
+    limit: u32,
+) -> Result<Vec<i64>> {
+    let dialect = tx.dialect();
+    let mut params = vec![lane.into()];
+    let now = tx.now().plus(0, &mut params);
+    let sql = format!(
+        "SELECT id FROM outbox WHERE lane = ? AND lease_until < {now} ORDER BY id LIMIT {limit}{}",
+        skip_locked(dialect)
+    );
+    let ids: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    if ids.is_empty() {
+        return Ok(ids);
+    }
+    let mut params = Vec::new();
+    let due = tx.now().plus(0, &mut params);
+    let updated = tx.now().plus(0, &mut params);
+    params.push(code::RELEASED.into());
+    // Where *send begun* is committed, the row itself knows whether anything went out.
+    let unsure = match (send_begun, dialect) {
+        (true, _) => "",
+        (false, Dialect::Postgres) => ", maybe_sent = TRUE",
+        (false, _) => ", maybe_sent = 1",
+    };
+    let list = in_ids(dialect, &ids, &mut params);
+    let sql = format!(
+        "UPDATE outbox SET due_at = {due}, updated_at = {updated}, lease_token = lease_token + 1, locked_by = NULL, locked_at = NULL,
+                lease_until = NULL, last_error_code = ?{unsure} WHERE id {list}"
+    );
+    tx.execute(&sql, &params).await?;
+    Ok(ids)
 }
 
 pub(crate) async fn store_id(tx: &mut (dyn Tx + Send)) -> Result<String> {

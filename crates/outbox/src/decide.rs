@@ -89,6 +89,12 @@ pub fn after_delivery(outcome: Outcome, before: Before, budgets: &Budgets, chanc
     })
 }
 
+/// Its time has passed, and nothing was sent.
+pub fn expiry() -> Verdict {
+    let error = "deliver_before passed before it could be delivered".to_owned();
+    Verdict::Dead { code: code::EXPIRED.to_owned(), error, certainty: Certainty::Unchanged, counted: false }
+}
+
 /// Why a freshly claimed message must not be delivered at all, if so. What may have been sent on a lane that keeps such
 /// messages is left to its courier.
 pub fn burial(message: &Message, budgets: &Budgets, now: Timestamp) -> Option<Verdict> {
@@ -97,7 +103,7 @@ pub fn burial(message: &Message, budgets: &Budgets, now: Timestamp) -> Option<Ve
         let crashes = message.crashes;
         (code::POISON, format!("{crashes} workers died while holding it; requeue it once its cause is mended"))
     } else if !message.maybe_sent && message.deliver_before.is_some_and(|limit| limit < now) {
-        (code::EXPIRED, "deliver_before passed before it could be delivered".to_owned())
+        return Some(expiry());
     } else if !message.payload_is_intact() && !kept {
         (code::PAYLOAD_CORRUPT, "the stored payload does not match its digest; nothing was sent".to_owned())
     } else {

@@ -321,21 +321,40 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
             Some(KeyUndo::Restore(row)) => restore_key(tx, p, &row).await?,
             None => {}
         }
-        // A locking read: under REPEATABLE READ a plain one would look into the past.
-        let lock = if tx.dialect() == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
-        let sql = format!("SELECT id, payload_sha, payload FROM outbox WHERE lane = ? AND active_key = ?{lock}");
-        let holder = tx.query(&sql, &[p.message.lane.as_str().into(), active_key.into()]).await?;
-        if let Some(row) = holder.first() {
-            let sha = match row.opt_bytes(1)? {
-                Some(sha) => sha.to_vec(),
-                None => sha256(&row.bytes(2)?).to_vec(),
-            };
+        if let Some((id, sha)) = holder_of(tx, &p.message.lane, active_key).await? {
             let outcome = if sha == p.sha { Enqueued::Exists } else { Enqueued::Differs };
-            return Ok(Entry { id: row.int(0)?, outcome });
+            return Ok(Entry { id, outcome });
         }
         // The holder ended meanwhile: insert again.
     }
     Err(Error::new(Kind::Busy, format!("the active key of lane `{}` kept changing hands; try again", p.message.lane)))
+}
+
+/// Who has an active key, and the digest of its payload.
+async fn holder_of<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> Result<Option<(i64, Vec<u8>)>> {
+    let digest = |row: &Row, at: usize| -> Result<Vec<u8>> {
+        Ok(match row.opt_bytes(at)? {
+            Some(sha) => sha.to_vec(),
+            None => sha256(&row.bytes(at + 1)?).to_vec(),
+        })
+    };
+    if tx.dialect() != Dialect::Mysql {
+        let sql = "SELECT id, payload_sha, payload FROM outbox WHERE lane = ? AND active_key = ?";
+        let found = tx.query(sql, &[lane.into(), active_key.into()]).await?;
+        return found.first().map(|row| Ok((row.int(0)?, digest(row, 1)?))).transpose();
+    }
+    // The newest entry, whatever the caller's isolation: the insert that met it holds this lock already. Its row is only
+    // looked at, as a lock on that would stop its worker, unless it is newer than the caller's snapshot.
+    let sql = "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key = ? LOCK IN SHARE MODE";
+    let found = tx.query(sql, &[lane.into(), active_key.into()]).await?;
+    let Some(id) = found.first().map(|row| row.int(0)).transpose()? else { return Ok(None) };
+    for lock in ["", " LOCK IN SHARE MODE"] {
+        let sql = format!("SELECT payload_sha, payload FROM outbox WHERE id = ?{lock}");
+        if let Some(row) = tx.query(&sql, &[id.into()]).await?.first() {
+            return Ok(Some((id, digest(row, 0)?)));
+        }
+    }
+    Ok(None)
 }
 
 enum KeyTaken {
@@ -366,7 +385,9 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
     params.extend([lane.clone(), key.into()]);
-    let lock = if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE" };
+    // MySQL: the newest version, whatever the caller's isolation. Shared, as the lock the INSERT has taken: two who are told
+    // the same do not wait for each other, and nobody who works on the message needs it.
+    let lock = if dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
     let sql = format!(
         "SELECT outbox_id, digest, expires_at, CASE WHEN expires_at <= {now} THEN 1 ELSE 0 END
          FROM outbox_keys WHERE lane = ? AND {column} = ?{lock}"
@@ -375,20 +396,21 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     let Some(row) = held.into_iter().next() else { return Ok(KeyTaken::Vanished) };
     let id = row.int(0)?;
     let expired = row.bool(3)?;
-    // Under REPEATABLE READ a plain read would look into the past.
-    let lock = if dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
-    let live = format!("SELECT 1 FROM outbox WHERE id = ?{lock}");
-    if !expired || !tx.query(&live, &[id.into()]).await?.is_empty() {
+    if !expired || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[id.into()]).await?.is_empty() {
         let outcome = if row.bytes(1)? == digest.as_slice() { Enqueued::Exists } else { Enqueued::Differs };
         return Ok(KeyTaken::Held(Entry { id, outcome }));
     }
     let mut params = vec![digest.as_slice().into()];
     let expires = tx.now().plus(p.key_ttl_micros, &mut params);
-    params.extend([lane, key.into()]);
+    params.extend([lane, key.into(), id.into(), row.time(2)?.into()]);
+    // Exactly what was looked at: should somebody else have taken it meanwhile, look again.
     let sql = format!(
-        "UPDATE outbox_keys SET outbox_id = 0, digest = ?, expires_at = {expires} WHERE lane = ? AND {column} = ?"
+        "UPDATE outbox_keys SET outbox_id = 0, digest = ?, expires_at = {expires}
+         WHERE lane = ? AND {column} = ? AND outbox_id = ? AND expires_at = ?"
     );
-    tx.execute(&sql, &params).await?;
+    if tx.execute(&sql, &params).await? == 0 {
+        return Ok(KeyTaken::Vanished);
+    }
     Ok(KeyTaken::Ours(Some(KeyUndo::Restore(row))))
 }
 

@@ -9,8 +9,12 @@ pub enum Kind {
     Unreachable,
     /// The deadline passed; the connection was closed.
     Timeout,
-    /// Deadlock, serialisation failure, lock wait, busy: the same again may succeed.
+    /// Deadlock, serialisation failure, busy: the same again may succeed at once.
     Busy,
+    /// Somebody else holds a lock and did not let go of it in the short time we wait.
+    Locked,
+    /// All of our own connections are in use.
+    Overloaded,
     /// The database refuses writes for now (read-only, in recovery, disk full).
     Unavailable,
     /// Another row stands in the way (a unique key).
@@ -80,6 +84,12 @@ impl Error {
         self
     }
 
+    /// A read changes nothing, however it ended.
+    pub(crate) fn of_read(mut self) -> Self {
+        self.effect = Effect::NotApplied;
+        self
+    }
+
     /// The same error, saying what was being done.
     pub(crate) fn during(mut self, what: &str) -> Self {
         self.message = format!("{what}: {}", self.message);
@@ -88,15 +98,17 @@ impl Error {
 
     pub fn class(&self) -> Class {
         match self.kind {
-            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable => Class::Retryable,
+            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Overloaded | Kind::Unavailable => {
+                Class::Retryable
+            }
             Kind::Conflict | Kind::LaneOwned => Class::Conflict,
             Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Database => Class::Fatal,
         }
     }
 
-    /// Running the very same statements again is safe and may succeed.
-    pub(crate) fn worth_rerunning(&self) -> bool {
-        self.kind == Kind::Busy && self.effect == Effect::NotApplied
+    /// Running the very same statements again is safe and may succeed, after so many rounds.
+    pub(crate) fn worth_rerunning(&self, rounds: u32) -> bool {
+        self.kind == Kind::Busy && self.effect == Effect::NotApplied && rounds < 8
     }
 }
 
@@ -104,7 +116,8 @@ impl Error {
 #[cfg(any(feature = "postgres", feature = "sqlx-postgres"))]
 pub(crate) fn postgres_kind(code: &str) -> Kind {
     match code {
-        "40001" | "40P01" | "55P03" => Kind::Busy,
+        "40001" | "40P01" => Kind::Busy,
+        "55P03" => Kind::Locked,
         "25006" | "25P03" => Kind::Unavailable,
         "57014" => Kind::Timeout,
         "23505" => Kind::Conflict,
@@ -122,7 +135,8 @@ pub(crate) fn postgres_kind(code: &str) -> Kind {
 #[cfg(any(feature = "mysql", feature = "sqlx-mysql"))]
 pub(crate) fn mysql_kind(number: u16) -> Kind {
     match number {
-        1213 | 1205 | 1020 | 3572 => Kind::Busy,
+        1213 | 1020 => Kind::Busy,
+        1205 | 3572 => Kind::Locked,
         1062 => Kind::Conflict,
         1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
         1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
@@ -144,6 +158,13 @@ pub(crate) fn sqlite_kind(code: i32, message: &str) -> Kind {
         _ if message.contains("no such table") => Kind::Schema,
         _ => Kind::Database,
     }
+}
+
+/// What a panic said.
+pub(crate) fn panicked(panic: &(dyn std::any::Any + Send)) -> String {
+    let words = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    let words = words.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    format!("panicked: {words}")
 }
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;

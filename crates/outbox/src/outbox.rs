@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::cold;
+use crate::cold::{self, Register};
 use crate::enqueue::{self, Admit};
 use crate::error::{Effect, Error, Kind, Result};
 use crate::lanes::Lanes;
@@ -15,7 +15,7 @@ use crate::lease::Lease;
 use crate::looking;
 use crate::message::{Entry, NewMessage, Sha};
 use crate::migrate;
-use crate::outcome::{Certainty, Settled, Settlement, Verdict, code};
+use crate::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdict, code};
 use crate::paging::Page;
 use crate::pulse::Pulse;
 use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
@@ -96,16 +96,38 @@ impl Outbox {
 
     /// Creates or upgrades the schema and registers the lanes; answers the migrations it ran.
     pub async fn migrate(&self) -> Result<Vec<String>> {
-        self.store.migrate().await
+        let ran = self.store.migrate().await?;
+        self.register_lanes().await?;
+        Ok(ran)
     }
 
-    /// Tells the database the lanes' rules, for SQL clients; refuses what would strand live messages (fewer shards).
-    /// [`Outbox::migrate`] does this too.
+    /// Tells the database the lanes' rules, for SQL clients. For those who serve the lanes; [`Outbox::migrate`] does this
+    /// too.
     pub async fn register_lanes(&self) -> Result<()> {
+        self.register(Register::All).await
+    }
+
+    /// The same for lanes the database does not know yet: the rules of those who serve the others stay.
+    pub async fn register_missing_lanes(&self) -> Result<()> {
+        self.register(Register::Missing).await
+    }
+
+    async fn register(&self, how: Register) -> Result<()> {
         let lanes = self.lanes().clone();
         transact(&*self.store, Mode::Write, move |tx| {
             let lanes = lanes.clone();
-            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+            Box::pin(async move { cold::register_lanes(tx, &lanes, how).await })
+        })
+        .await
+    }
+
+    /// The shards of a lane beyond the configured ones in which messages wait: somebody has, or had, more shards.
+    pub async fn stray_shards(&self, lane: &str) -> Result<Vec<u32>> {
+        let shards = self.lanes().get(lane)?.shards;
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Read, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { cold::stray_shards(tx, &lane, shards).await })
         })
         .await
     }
@@ -241,7 +263,14 @@ impl Outbox {
     }
 
     pub async fn renew_lease(&self, owner: &str, lease: Lease, extend: Duration) -> Result<bool> {
-        Ok(self.store.renew(owner, &[lease], extend).await?.first().copied().unwrap_or(false))
+        for _ in 0..50 {
+            match self.store.renew(owner, &[lease], extend).await?.first() {
+                Some(LeaseState::Held) => return Ok(true),
+                Some(LeaseState::Locked) => tokio::time::sleep(Duration::from_millis(10)).await,
+                Some(LeaseState::Lost) | None => return Ok(false),
+            }
+        }
+        Err(Error::new(Kind::Locked, format!("another session has message {} locked; nothing was changed", lease.id)))
     }
 
     /// Commits that a delivery is about to begin, for lanes with `send_begun`; `false` if the lease is lost.
@@ -255,7 +284,7 @@ impl Outbox {
 
     async fn set_begun(&self, owner: &str, lease: Lease, begun: bool) -> Result<bool> {
         let owner: Arc<str> = owner.into();
-        transact(&*self.store, Mode::Write, move |tx| {
+        transact(&*self.store, Mode::Work, move |tx| {
             let owner = owner.clone();
             Box::pin(async move { cold::begin(tx, &owner, lease, begun).await })
         })
@@ -389,9 +418,31 @@ impl Outbox {
         };
         let seized = self.seize_where(&owner, ids, Duration::from_secs(60), wanted).await?;
         let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
-        let given = self.store.defer(&owner, &leases, Duration::ZERO, Some(code::RELEASED)).await?;
+        let how = GiveBack::after(Duration::ZERO, code::RELEASED);
+        let given = self.store.defer(&owner, &leases, &how).await?;
         self.ring();
-        Ok(leases.iter().zip(given).filter(|(_, given)| *given).map(|(lease, _)| lease.id).collect())
+        let given = leases.iter().zip(given).filter(|(_, state)| *state == LeaseState::Held);
+        Ok(given.map(|(lease, _)| lease.id).collect())
+    }
+
+    /// Gives back messages whose lease ran out and that nobody took yet, at most so many of each lane; answers which.
+    pub async fn release_expired(&self, lane: Option<&str>, limit: u32) -> Result<Vec<i64>> {
+        let lanes: Vec<(String, bool)> = match lane {
+            Some(lane) => vec![(lane.to_owned(), self.lanes().get(lane)?.send_begun)],
+            None => self.lanes().iter().map(|(lane, rules)| (lane.to_owned(), rules.send_begun)).collect(),
+        };
+        let mut released = Vec::new();
+        for (lane, send_begun) in lanes {
+            let ids = transact(&*self.store, Mode::Write, move |tx| {
+                let lane = lane.clone();
+                Box::pin(async move { cold::release_expired(tx, &lane, send_begun, limit).await })
+            });
+            released.extend(ids.await?);
+        }
+        if !released.is_empty() {
+            self.ring();
+        }
+        Ok(released)
     }
 
     /// Live messages whose lease ran out and that nobody took yet.
@@ -462,7 +513,7 @@ impl Outbox {
     }
 
     pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
-        let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::stats(tx))).await?;
+        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(cold::stats(tx))).await?;
         Ok(self.with_all_lanes(stats))
     }
 
@@ -473,7 +524,7 @@ impl Outbox {
 
     /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history.
     pub async fn depths(&self) -> Result<BTreeMap<String, LaneStats>> {
-        let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::depths(tx))).await?;
+        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(cold::depths(tx))).await?;
         Ok(self.with_all_lanes(stats))
     }
 
@@ -501,10 +552,10 @@ impl Outbox {
     }
 
     pub async fn show(&self, id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
-        transact(&*self.store, Mode::Read, move |tx| Box::pin(looking::show(tx, id))).await
+        transact(&*self.store, Mode::Look, move |tx| Box::pin(looking::show(tx, id))).await
     }
 
     pub async fn payload(&self, id: i64) -> Result<Option<bytes::Bytes>> {
-        transact(&*self.store, Mode::Read, move |tx| Box::pin(looking::payload(tx, id))).await
+        transact(&*self.store, Mode::Look, move |tx| Box::pin(looking::payload(tx, id))).await
     }
 }

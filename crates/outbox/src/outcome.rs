@@ -142,6 +142,41 @@ pub enum Settled {
     Unknown,
     /// This entry alone could not be recorded (its peer refused); nothing was changed, it is still held.
     Refused,
+    /// Somebody else's transaction has its row locked; nothing was changed, it is still held. Ask for it again, alone.
+    Locked,
+}
+
+/// What became of one lease in a renewal, or when it was to be given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseState {
+    /// It was held, and is renewed or given back.
+    Held,
+    /// It is gone: expired, taken over or ended.
+    Lost,
+    /// Somebody else's transaction has its row locked; nothing was changed. Ask for it again.
+    Locked,
+}
+
+/// How a message is given back without an outcome.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GiveBack {
+    /// It is due again after this long.
+    pub delay: Duration,
+    /// Why, as its last error code.
+    pub code: Option<String>,
+    /// Its delivery was cut off: it may have arrived.
+    pub maybe_sent: bool,
+}
+
+impl GiveBack {
+    /// To be taken by anybody, now.
+    pub fn now() -> Self {
+        GiveBack::default()
+    }
+
+    pub fn after(delay: Duration, code: impl Into<String>) -> Self {
+        GiveBack { delay, code: Some(code.into()), maybe_sent: false }
+    }
 }
 
 /// Outcome codes of Outbox Lease Protocol v1, §8: in metrics, logs and audit rows.

@@ -1,7 +1,10 @@
 //! The whole settle, written once on the `Tx` port: lock, tell the peer, record, move. Stores add a short cut for the
 //! one case that is hot (plain `sent` on a lane without peer, audit or dedup); every rule is here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::panic::AssertUnwindSafe;
+
+use futures_util::FutureExt;
 
 use crate::audit;
 use crate::error::{Error, Result};
@@ -44,6 +47,11 @@ pub fn for_update(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE" }
 }
 
+/// Locks what nobody else has locked, and waits for nobody.
+pub fn skip_locked(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" }
+}
+
 /// Can the store take its short cut for this entry? Yes if recording it means nothing but the move.
 pub(crate) fn is_plain_sent(rules: &LaneRules, entry: &Settlement) -> bool {
     rules.on_settled.is_none()
@@ -67,21 +75,36 @@ pub(crate) async fn settle(
         return Err(Error::invalid("a message stands twice in one settle"));
     }
     let wants_payload = rules.on_settled.is_some() || rules.audit;
+    let is_ours = |row: &Row, entry: &Settlement| -> Result<bool> {
+        let hold = Hold { token: row.int(1)?, locked_by: row.opt_text(2)?, ..Hold::default() };
+        Ok(hold.accepts(entry.lease.token, owner) && row.text(3)? == lane)
+    };
     let rows = lock(tx, entries, wants_payload).await?;
+    let mut locked = locked_elsewhere(tx, entries, &rows, &is_ours).await?;
     let mut winners = Vec::with_capacity(rows.len());
     let mut won: Vec<&Settlement> = Vec::with_capacity(rows.len());
     for row in &rows {
         let Some(entry) = by_lease.get(&row.int(0)?).map(|&i| &entries[i]) else { continue };
-        let hold = Hold { token: row.int(1)?, locked_by: row.opt_text(2)?, ..Hold::default() };
-        if hold.accepts(entry.lease.token, owner) && row.text(3)? == lane {
+        if is_ours(row, entry)? {
             winners.push(winner(row, lane, entry)?);
             won.push(entry);
         }
     }
+    if tx.dialect() == Dialect::Mysql {
+        let ending = winners.iter().filter(|w| w.verdict.ends());
+        let keys = ending.filter_map(|w| Some((w.id, w.active_key.clone()?))).collect();
+        let kept = locked_active_keys(tx, lane, keys).await?;
+        winners.retain(|winner| !kept.contains(&winner.id));
+        won.retain(|entry| !kept.contains(&entry.lease.id));
+        locked.extend(kept);
+    }
     if let Some(peer) = &rules.on_settled
         && !winners.is_empty()
     {
-        peer.on_settled(tx, &winners).await?;
+        // A panic would take the connection's thread or the worker's settle with it.
+        AssertUnwindSafe(peer.on_settled(tx, &winners)).catch_unwind().await.unwrap_or_else(|panic| {
+            Err(Error::database(format!("the part that owns lane `{lane}` {}", crate::error::panicked(&*panic))))
+        })?;
     }
     if rules.audit {
         audit::outcomes(tx, owner, &winners, &won).await?;
@@ -101,8 +124,12 @@ pub(crate) async fn settle(
     }
     let mut conflicts = Vec::new();
     for (answer, entry) in answers.iter_mut().zip(entries).filter(|(a, _)| **a == Settled::LeaseLost) {
+        if locked.contains(&entry.lease.id) {
+            *answer = Settled::Locked;
+            continue;
+        }
         if entry.again {
-            *answer = judge_again(tx, rules, entry).await?;
+            *answer = judge_again(tx, entry).await?;
         }
         if *answer == Settled::LeaseLost {
             conflicts.push((entry.lease, entry.verdict.flush_code()));
@@ -123,9 +150,59 @@ async fn lock(tx: &mut (dyn Tx + Send), entries: &[Settlement], wants_payload: b
         "SELECT id, lease_token, locked_by, lane, attempts, maybe_sent, target, active_key, correlation_id, {payload}
          FROM {} WHERE id {list} ORDER BY id{}",
         by_id(dialect),
-        for_update(dialect)
+        skip_locked(dialect)
     );
     tx.query(&sql, &params).await
+}
+
+/// Of the entries whose rows were not got: those that are still ours, so that somebody else must have them locked.
+async fn locked_elsewhere(
+    tx: &mut (dyn Tx + Send),
+    entries: &[Settlement],
+    got: &[Row],
+    is_ours: &(dyn Fn(&Row, &Settlement) -> Result<bool> + Sync),
+) -> Result<HashSet<i64>> {
+    let got: HashSet<i64> = got.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    let missing: HashMap<i64, &Settlement> =
+        entries.iter().filter(|e| !got.contains(&e.lease.id)).map(|e| (e.lease.id, e)).collect();
+    let mut locked = HashSet::new();
+    if missing.is_empty() || tx.dialect() == Dialect::Sqlite {
+        return Ok(locked);
+    }
+    let mut params = Vec::new();
+    let ids: Vec<i64> = missing.keys().copied().collect();
+    let list = in_ids(tx.dialect(), &ids, &mut params);
+    let table = by_id(tx.dialect());
+    let sql = format!("SELECT id, lease_token, locked_by, lane FROM {table} WHERE id {list}");
+    for row in tx.query(&sql, &params).await? {
+        let id = row.int(0)?;
+        if is_ours(&row, missing[&id])? {
+            locked.insert(id);
+        }
+    }
+    Ok(locked)
+}
+
+/// MySQL: whoever was told in an open transaction that an active key is taken holds a lock on that key's entry, and the
+/// end of its message would wait for it. Locks the entries of those that are free; answers with the others.
+pub(crate) async fn locked_active_keys(
+    tx: &mut (dyn Tx + Send),
+    lane: &str,
+    keys: Vec<(i64, String)>,
+) -> Result<HashSet<i64>> {
+    let mut kept: HashSet<i64> = keys.iter().map(|(id, _)| *id).collect();
+    for part in keys.chunks(500) {
+        let mut params: Vec<Value> = vec![lane.into()];
+        params.extend(part.iter().map(|(_, key)| Value::from(key)));
+        let sql = format!(
+            "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key IN ({}) FOR UPDATE SKIP LOCKED",
+            vec!["?"; part.len()].join(", ")
+        );
+        for row in tx.query(&sql, &params).await? {
+            kept.remove(&row.int(0)?);
+        }
+    }
+    Ok(kept)
 }
 
 fn winner(row: &Row, lane: &str, entry: &Settlement) -> Result<Winner> {
@@ -314,7 +391,7 @@ async fn remember_content(tx: &mut (dyn Tx + Send), won: &[&Settlement]) -> Resu
 }
 
 /// An earlier settle of this entry got no answer, and the lease is gone. Was that us?
-async fn judge_again(tx: &mut (dyn Tx + Send), rules: &LaneRules, entry: &Settlement) -> Result<Settled> {
+async fn judge_again(tx: &mut (dyn Tx + Send), entry: &Settlement) -> Result<Settled> {
     let lease: [Value; 2] = [entry.lease.id.into(), entry.lease.token.into()];
     let proof = match entry.verdict {
         Verdict::Sent { .. } => "SELECT 1 FROM outbox_done WHERE id = ? AND lease_token = ? AND status = 'sent'",
@@ -328,13 +405,9 @@ async fn judge_again(tx: &mut (dyn Tx + Send), rules: &LaneRules, entry: &Settle
     if !tx.query(proof, &lease).await?.is_empty() {
         return Ok(Settled::Applied);
     }
-    let leaves_no_trace = match entry.verdict {
-        Verdict::Sent { .. } => !rules.history || rules.retention.is_zero(),
-        Verdict::Dead { .. } => !rules.history,
-        Verdict::Retry { .. } => false,
-    };
+    // Gone without a trace: the lane keeps none, or what was kept is past its retention by now.
     let anywhere = "SELECT 1 FROM outbox WHERE id = ? UNION ALL SELECT 1 FROM outbox_done WHERE id = ?";
-    if leaves_no_trace && tx.query(anywhere, &[entry.lease.id.into(), entry.lease.id.into()]).await?.is_empty() {
+    if tx.query(anywhere, &[entry.lease.id.into(), entry.lease.id.into()]).await?.is_empty() {
         return Ok(Settled::Unknown);
     }
     Ok(Settled::LeaseLost)

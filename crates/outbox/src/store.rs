@@ -11,7 +11,7 @@ use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
 use crate::message::Message;
 use crate::migrate::Schema;
-use crate::outcome::{Settled, Settlement};
+use crate::outcome::{GiveBack, LeaseState, Settled, Settlement};
 use crate::time::Timestamp;
 use crate::tx::{BoxFuture, Dialect, Tx};
 
@@ -21,6 +21,11 @@ use crate::tx::{BoxFuture, Dialect, Tx};
 pub struct Mark {
     pub due_at: Timestamp,
     pub id: i64,
+}
+
+impl Mark {
+    /// Before every place: a due time may lie before 1970, and before the common era no database of ours can go.
+    pub(crate) const FIRST: Mark = Mark { due_at: Timestamp::from_micros(-62_135_596_800_000_000), id: 0 };
 }
 
 /// A claim names one lane and shard.
@@ -214,13 +219,25 @@ pub struct Filter {
     pub limit: u32,
 }
 
-/// What a transaction of the store's own is for.
+/// What a transaction of the store's own is for. A read sees everything that was committed before it was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
+    /// Something the engine needs: a few rows.
     Read,
-    /// Reads so many entries of an index and no more, whatever the database believes of its tables.
+    /// Something people page through: a bounded number of index entries, whatever the database believes of its tables.
+    /// On SQLite it keeps no `Read` waiting.
     Look,
+    /// A count of whole tables, for people. On SQLite it keeps no `Read` waiting.
+    Count,
     Write,
+    /// A write of a worker: it waits for a lock of somebody else's only for a moment, and is not run again because of it.
+    Work,
+}
+
+impl Mode {
+    pub(crate) fn writes(self) -> bool {
+        matches!(self, Mode::Write | Mode::Work)
+    }
 }
 
 /// Work to run in a transaction of the store. After a deadlock it is run again, from the start.
@@ -239,7 +256,8 @@ pub trait Store: Send + Sync {
     /// The migrations it is made of.
     fn schema(&self) -> &Schema;
 
-    /// Creates or upgrades the schema; safe when several processes start at once. Answers the migrations it ran.
+    /// Creates or upgrades the schema and registers lanes the database does not know; safe when several processes start at
+    /// once. Answers the migrations it ran.
     async fn migrate(&self) -> Result<Vec<String>>;
 
     /// At most `limit` claimable rows, each under a new token, lease counted from after the row lock.
@@ -249,14 +267,15 @@ pub trait Store: Send + Sync {
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked>;
 
     /// Records outcomes of one lane, each only under its current token, exactly once; answers in the order given. A
-    /// lost lease is an answer, audited with what was intended and observed, and harms no other entry.
+    /// lost lease is an answer, audited with what was intended and observed, and harms no other entry; a row that
+    /// somebody else has locked is skipped, and answered so.
     async fn settle(&self, lane: &str, owner: &str, entries: &[Settlement]) -> Result<Vec<Settled>>;
 
-    /// Extends what is still held and not expired; answers per lease whether it was.
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>>;
+    /// Extends what is still held and not expired, skipping rows that somebody else has locked; answers per lease.
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>>;
 
-    /// Gives back without counting anything; due after `delay`. Answers per lease whether it was still held.
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>>;
+    /// Gives back without counting anything, skipping rows that somebody else has locked; answers per lease.
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>>;
 
     /// Runs `work` in one transaction: committed if it answers ok, else rolled back.
     async fn transact(&self, mode: Mode, work: Work) -> Result<()>;

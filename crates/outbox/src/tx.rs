@@ -131,6 +131,7 @@ impl Row {
             Value::Null => Ok(None),
             Value::Time(t) => Ok(Some(*t)),
             Value::Int(micros) => Ok(Some(Timestamp::from_micros(*micros))),
+            Value::Float(micros) => Ok(Some(Timestamp::from_micros(*micros as i64))),
             other => Err(unexpected(index, "a time", other)),
         }
     }

@@ -16,7 +16,7 @@ use postrider::clock::Tick;
 use postrider::decide::Budgets;
 use postrider::error::{Effect, Error, Kind};
 use postrider::lease::Lease;
-use postrider::outcome::{Fault, Outcome, Reach, Verdict};
+use postrider::outcome::{Fault, LeaseState, Outcome, Reach, Verdict};
 use postrider::store::{Claimed, Filter, Mode, Seen, Status, Store, Walked, transact};
 use postrider::stores::sqlite::SqliteStore;
 use postrider::tx::Tx;
@@ -704,10 +704,10 @@ impl World {
                     entries.iter().map(|e| e.lease).collect::<Vec<_>>()
                 ))
             }
-            Command::Defer { op, leases, delay, code } => {
-                let result = store.defer(owner, &leases, delay, code.as_deref()).await;
+            Command::Defer { op, leases, how } => {
+                let result = store.defer(owner, &leases, &how).await;
                 for (lease, given) in leases.iter().zip(result.as_deref().unwrap_or_default()) {
-                    self.check_fence("gave back", owner, *lease, *given);
+                    self.check_fence("gave back", owner, *lease, *given == LeaseState::Held);
                 }
                 answer!(op, Deferred, result, |r| format!("{leases:?} {r:?}"))
             }
@@ -715,8 +715,8 @@ impl World {
                 self.mark("renewed");
                 let result = store.renew(owner, &leases, lease).await;
                 for (lease, kept) in leases.iter().zip(result.as_deref().unwrap_or_default()) {
-                    self.check_fence("renewed", owner, *lease, *kept);
-                    if let Some(holder) = self.holders.get_mut(&lease.id).filter(|_| *kept) {
+                    self.check_fence("renewed", owner, *lease, *kept == LeaseState::Held);
+                    if let Some(holder) = self.holders.get_mut(&lease.id).filter(|_| *kept == LeaseState::Held) {
                         holder.2 = self.now + LEASE.as_micros() as u64;
                     }
                 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::lanes::Lanes;
 use postrider::lease::Lease;
-use postrider::outcome::{Settled, Settlement};
+use postrider::outcome::{GiveBack, LeaseState, Settled, Settlement};
 use postrider::store::{Claim, Claimed, Mark, Mode, Store, Vitals, Walked, Work};
 use postrider::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
 use postrider::{Result, Schema};
@@ -95,12 +95,12 @@ impl Store for Watched {
         self.inner.settle(lane, owner, entries).await
     }
 
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
         self.inner.renew(owner, leases, lease).await
     }
 
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        self.inner.defer(owner, leases, delay, code).await
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+        self.inner.defer(owner, leases, how).await
     }
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {

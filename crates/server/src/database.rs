@@ -35,21 +35,26 @@ pub async fn open_as_is(config: &Config) -> Result<Outbox> {
 /// Migrated, wherever it is: for the server, which several processes may start at once.
 pub async fn open_migrated(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
-    for migration in outbox.migrate().await? {
-        tracing::info!(migration, database = shown(config), "migrated");
-    }
+    tell(config, outbox.migrate().await?);
     Ok(outbox)
 }
 
-/// With the schema this binary needs.
-pub async fn open_ready(config: &Config) -> Result<Outbox> {
-    if config.database.starts_with("sqlite:") {
-        return open_migrated(config).await;
+fn tell(config: &Config, ran: Vec<String>) {
+    for migration in ran {
+        tracing::info!(migration, database = shown(config), "migrated");
     }
+}
+
+/// With the schema this binary needs. Whoever goes on to serve the lanes also registers them as configured.
+pub async fn open_ready(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
+    if config.database.starts_with("sqlite:") {
+        tell(config, outbox.store().migrate().await?);
+        return Ok(outbox);
+    }
     let pending = outbox.pending_migrations().await?;
     if pending.is_empty() {
-        outbox.register_lanes().await?;
+        outbox.register_missing_lanes().await?;
         return Ok(outbox);
     }
     Err(Failure::usage(format!(

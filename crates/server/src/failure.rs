@@ -76,7 +76,7 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let code = match error.kind {
             Kind::Invalid | Kind::UnknownLane | Kind::Schema => 2,
-            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable => 3,
+            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Overloaded | Kind::Unavailable => 3,
             Kind::Conflict | Kind::LaneOwned | Kind::Database => 1,
         };
         let mut message = error.to_string();

@@ -10,6 +10,8 @@ pub mod postgres;
 mod postgres_tls;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
+#[cfg(feature = "sqlite")]
+mod sqlite_threads;
 #[cfg(any(feature = "sqlx-postgres", feature = "sqlx-mysql", feature = "sqlx-sqlite"))]
 mod sqlx;
 
@@ -30,7 +32,11 @@ use crate::store::{Mark, Mode, Seen, Store, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::Row;
 #[cfg(any(feature = "mysql", feature = "postgres"))]
-use crate::{cold, lease::Lease};
+use crate::{
+    cold,
+    lease::Lease,
+    outcome::{GiveBack, LeaseState},
+};
 
 /// How a store talks to its database.
 #[derive(Clone, Debug)]
@@ -61,6 +67,12 @@ impl Default for Options {
 }
 
 impl Options {
+    /// What the worker asks for waits no longer than this for a lock that somebody else holds: a small part of a lease.
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
+    pub(crate) fn lock_wait(&self) -> Duration {
+        (self.lease / 30).clamp(Duration::from_millis(50), Duration::from_millis(250))
+    }
+
     /// After this long in silence the database ends a session of ours.
     #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn silence(&self) -> Duration {
@@ -161,8 +173,8 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         let part: Vec<Settlement> = plain.iter().map(|&i| entries[i].clone()).collect();
         match store.settle_sent(rules, lane, owner, &part).await {
             Ok(settled) => plain.iter().zip(settled).for_each(|(&i, answer)| answers[i] = answer),
-            Err(error) if error.class() != Class::Retryable => {
-                tracing::warn!(%error, lane, "a batch could not be settled the short way");
+            Err(error) if goes_one_by_one(&error) => {
+                tracing::debug!(%error, lane, "a batch could not be settled the short way");
                 whole.append(&mut plain);
             }
             Err(error) => return Err(error),
@@ -171,7 +183,7 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         let losers: Vec<_> = lost.map(|&i| (entries[i].lease, entries[i].verdict.flush_code())).collect();
         if !losers.is_empty() {
             let owner = owner.to_owned();
-            let audited = transact(store.as_store(), Mode::Write, move |tx| {
+            let audited = transact(store.as_store(), Mode::Work, move |tx| {
                 let (owner, losers) = (owner.clone(), losers.clone());
                 Box::pin(async move { crate::audit::conflicts(tx, &owner, &losers).await })
             });
@@ -183,7 +195,7 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
     }
     let part: Vec<Settlement> = whole.iter().map(|&i| entries[i].clone()).collect();
     let settled = match settle_whole(store.as_store(), rules, lane, owner, part.clone()).await {
-        Err(error) if error.class() != Class::Retryable => {
+        Err(error) if goes_one_by_one(&error) => {
             tracing::warn!(%error, lane, "a batch could not be settled; trying its entries one by one");
             let mut one_by_one = Vec::with_capacity(part.len());
             for entry in part {
@@ -202,10 +214,16 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
     Ok(answers)
 }
 
+/// One entry may be to blame, or somebody's lock on a row that only one of them needs.
+fn goes_one_by_one(error: &Error) -> bool {
+    error.kind == Kind::Locked || error.class() != Class::Retryable
+}
+
 /// Where others of the batch are settled already, an error would be told for them too: what was certainly not applied is
 /// answered as refused instead.
 fn or_refused(settled: Result<Vec<Settled>>, entries: usize, lane: &str) -> Result<Vec<Settled>> {
     match settled {
+        Err(error) if error.kind == Kind::Locked => Ok(vec![Settled::Locked; entries]),
         Err(error) if error.effect == Effect::NotApplied => {
             tracing::error!(%error, lane, "a message could not be settled");
             Ok(vec![Settled::Refused; entries])
@@ -225,7 +243,7 @@ async fn settle_whole(
         return Ok(vec![]);
     }
     let work = Arc::new((rules.clone(), lane.to_owned(), owner.to_owned(), entries));
-    transact(store, Mode::Write, move |tx| {
+    transact(store, Mode::Work, move |tx| {
         let work = work.clone();
         Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3).await })
     })
@@ -234,9 +252,9 @@ async fn settle_whole(
 
 /// `Store::renew` of the servers.
 #[cfg(any(feature = "mysql", feature = "postgres"))]
-async fn renew(store: &dyn Store, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+async fn renew(store: &dyn Store, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
     let work = Arc::new((owner.to_owned(), leases.to_vec()));
-    transact(store, Mode::Write, move |tx| {
+    transact(store, Mode::Work, move |tx| {
         let work = work.clone();
         Box::pin(async move { cold::renew(tx, &work.0, &work.1, lease).await })
     })
@@ -245,17 +263,11 @@ async fn renew(store: &dyn Store, owner: &str, leases: &[Lease], lease: Duration
 
 /// `Store::defer` of the servers.
 #[cfg(any(feature = "mysql", feature = "postgres"))]
-async fn defer(
-    store: &dyn Store,
-    owner: &str,
-    leases: &[Lease],
-    delay: Duration,
-    code: Option<&str>,
-) -> Result<Vec<bool>> {
-    let work = Arc::new((owner.to_owned(), leases.to_vec(), code.map(str::to_owned)));
-    transact(store, Mode::Write, move |tx| {
+async fn defer(store: &dyn Store, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+    let work = Arc::new((owner.to_owned(), leases.to_vec(), how.clone()));
+    transact(store, Mode::Work, move |tx| {
         let work = work.clone();
-        Box::pin(async move { cold::defer(tx, &work.0, &work.1, delay, work.2.as_deref()).await })
+        Box::pin(async move { cold::defer(tx, &work.0, &work.1, &work.2).await })
     })
     .await
 }
@@ -288,21 +300,24 @@ impl Skew {
     }
 }
 
-/// Runs again what deadlocked, a bounded number of times, a little later each time.
+/// Runs again what deadlocked, a little later each time, as long as it has not taken half of `deadline`. With `waits`
+/// also what met somebody else's lock.
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
-pub(crate) async fn rerun<T, F>(mut run: impl FnMut() -> F) -> Result<T>
+pub(crate) async fn rerun<T, F>(deadline: Duration, waits: bool, mut run: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,
 {
-    for round in 0u32..8 {
+    let begun = crate::clock::Tick::now();
+    for round in 0u32.. {
+        let in_time = crate::clock::Tick::now().since(begun) < deadline / 2;
         match run().await {
-            Err(e) if e.worth_rerunning() => {
+            Err(e) if in_time && (e.worth_rerunning(round) || (waits && e.kind == Kind::Locked)) => {
                 tokio::time::sleep(Duration::from_micros(2000 << round.min(6)).mul_f64(crate::clock::chance())).await;
             }
             other => return other,
         }
     }
-    run().await
+    unreachable!("the loop ends by returning")
 }
 
 /// due_at, id, lease_token, locked_by, lease_until, crashes.

@@ -11,13 +11,13 @@ use mysql_async::{Conn, Opts, OptsBuilder, Params};
 
 use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, rerun, settle_by_parts, without_password};
-use crate::cold;
+use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Schema};
-use crate::outcome::{Settled, Settlement, Verdict};
+use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
@@ -28,6 +28,7 @@ pub struct MysqlStore {
     schema: Schema,
     skew: Arc<Skew>,
     pool: Pool<Connector>,
+    deadline: Duration,
 }
 
 struct Connector {
@@ -271,14 +272,15 @@ impl MysqlStore {
         let setup = vec![
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(),
             format!(
-                "SET SESSION wait_timeout = {}, innodb_lock_wait_timeout = 5, time_zone = '+00:00'",
+                "SET SESSION wait_timeout = {}, innodb_lock_wait_timeout = 1, time_zone = '+00:00'",
                 options.silence().as_secs().max(1)
             ),
         ];
         let opts =
             OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
         let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, &options);
-        Ok(MysqlStore { lanes, schema: Schema::with(&options.migrations), skew: Arc::default(), pool })
+        let (schema, deadline) = (Schema::with(&options.migrations), options.deadline);
+        Ok(MysqlStore { lanes, schema, skew: Arc::default(), pool, deadline })
     }
 
     fn now(&self) -> String {
@@ -539,15 +541,23 @@ async fn move_sent(
     entries: &[Settlement],
 ) -> Result<Vec<Settled>> {
     let sql = format!(
-        "SELECT id, lease_token FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND locked_by = {} AND lane = {} ORDER BY id FOR UPDATE",
+        "SELECT id, lease_token, active_key FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND locked_by = {} AND lane = {} ORDER BY id FOR UPDATE SKIP LOCKED",
         list(entries.iter().map(|e| e.lease.id)),
         literal(owner),
         literal(lane)
     );
     // Never INSERT … SELECT without this lock: under READ COMMITTED it takes none, and a message ends up live and done.
-    let held: Vec<(i64, i64)> = Queryable::query(conn, sql).await.map_err(|e| classify(&e))?;
-    let held: std::collections::HashSet<(i64, i64)> = held.into_iter().collect();
-    let won: Vec<&Settlement> = entries.iter().filter(|e| held.contains(&(e.lease.id, e.lease.token))).collect();
+    let rows: Vec<(i64, i64, Option<Vec<u8>>)> = Queryable::query(conn, sql).await.map_err(|e| classify(&e))?;
+    if rows.len() < entries.len() {
+        // Lost, or locked by somebody else, who is not waited for: the whole rule tells which.
+        return Err(Error::new(Kind::Locked, "not every row of the batch can be had at once"));
+    }
+    let text = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
+    let keys = rows.iter().filter_map(|row| Some((row.0, text(row.2.as_ref()?)))).collect();
+    let locked = settle::locked_active_keys(&mut MysqlTx { conn, skew: 0, failed: false }, lane, keys).await?;
+    let held: std::collections::HashSet<(i64, i64)> = rows.into_iter().map(|row| (row.0, row.1)).collect();
+    let is_held = |e: &Settlement| held.contains(&(e.lease.id, e.lease.token));
+    let won: Vec<&Settlement> = entries.iter().filter(|e| is_held(e) && !locked.contains(&e.lease.id)).collect();
     if !won.is_empty() {
         let ids = list(won.iter().map(|e| e.lease.id));
         if keep {
@@ -578,9 +588,10 @@ async fn move_sent(
         }
         expect_all(conn, &format!("DELETE FROM outbox WHERE id IN ({ids})"), won.len()).await?;
     }
-    let answer = |e: &Settlement| match held.contains(&(e.lease.id, e.lease.token)) {
-        true => Settled::Applied,
-        false => Settled::LeaseLost,
+    let answer = |e: &Settlement| match (is_held(e), locked.contains(&e.lease.id)) {
+        (true, false) => Settled::Applied,
+        (true, true) => Settled::Locked,
+        (false, _) => Settled::LeaseLost,
     };
     Ok(entries.iter().map(answer).collect())
 }
@@ -664,7 +675,7 @@ impl Store for MysqlStore {
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();
-            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+            Box::pin(async move { cold::register_lanes(tx, &lanes, Register::Missing).await })
         })
         .await?;
         Ok(ran)
@@ -672,7 +683,7 @@ impl Store for MysqlStore {
 
     async fn claim(&self, claim: &Claim) -> Result<Claimed> {
         let now = self.now();
-        rerun(|| async {
+        rerun(self.deadline, false, || async {
             let mut loan = self.pool.take().await?;
             let answer = self.pool.timed(claim_on(&mut loan.connection, claim, &now)).await?;
             self.keep_if_clean(loan, &answer);
@@ -702,25 +713,25 @@ impl Store for MysqlStore {
         settle_by_parts(self, rules, lane.to_owned(), owner.to_owned(), entries.to_vec()).await
     }
 
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
         super::renew(self, owner, leases, lease).await
     }
 
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        super::defer(self, owner, leases, delay, code).await
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+        super::defer(self, owner, leases, how).await
     }
 
-    async fn transact(&self, _: Mode, work: Work) -> Result<()> {
+    async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
-        rerun(|| async {
+        let done = rerun(self.deadline, mode != Mode::Work, || async {
             let mut loan = self.pool.take().await?;
             let mut work = work.lock().await;
             let skew = self.skew.micros();
             let answer = self.pool.timed(in_transaction(&mut loan.connection, skew, &mut work)).await?;
             self.keep_if_clean(loan, &answer);
             answer
-        })
-        .await
+        });
+        done.await.map_err(|error| if mode.writes() { error } else { error.of_read() })
     }
 
     async fn vitals(&self) -> Result<Vitals> {
@@ -746,7 +757,7 @@ impl super::Shortcut for MysqlStore {
         entries: &[Settlement],
     ) -> Result<Vec<Settled>> {
         let (now, keep) = (self.now(), !rules.retention.is_zero());
-        rerun(|| async {
+        rerun(self.deadline, false, || async {
             let mut loan = self.pool.take().await?;
             let work = settle_sent_on(&mut loan.connection, &now, keep, lane, owner, entries);
             let answer = self.pool.timed(work).await?;

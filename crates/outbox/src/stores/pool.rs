@@ -52,10 +52,11 @@ impl<C: Connect> Pool<C> {
     }
 
     pub async fn take(&self) -> Result<Loan<C>> {
-        let wait = tokio::time::timeout(self.deadline, self.permits.clone().acquire_owned());
+        // Half of it: there must be time left for the work itself.
+        let wait = tokio::time::timeout(self.deadline / 2, self.permits.clone().acquire_owned());
         let busy = || {
             Error::new(
-                Kind::Busy,
+                Kind::Overloaded,
                 format!(
                     "all {} database connections are busy; raise the connection limit or lower the load",
                     self.size

@@ -19,13 +19,13 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, postgres_tls, rerun, settle_by_parts, without_password};
-use crate::cold;
+use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::Lease;
 use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Schema};
-use crate::outcome::{Settled, Settlement, Verdict};
+use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
@@ -40,12 +40,41 @@ const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 pub const BEGIN_BY_INDEX: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_seqscan = off";
 
+/// What begins a transaction. What we give up ends on the server, too: it waits for a lock of somebody else's only for a
+/// moment, and outlives our deadline by nothing.
+struct Begin {
+    plain: String,
+    by_index: String,
+    /// One statement, without a pause in which the network could cut it off.
+    one: String,
+}
+
+impl Begin {
+    fn new(options: &Options) -> Self {
+        let limits = format!(
+            "SET LOCAL lock_timeout = {}; SET LOCAL statement_timeout = {}",
+            options.lock_wait().as_millis(),
+            options.deadline.as_millis().max(1)
+        );
+        // A transaction cut off by the network must not hold its locks for long.
+        let silence = options.silence().as_millis();
+        let with =
+            |begin: &str| format!("{begin}; {limits}; SET LOCAL idle_in_transaction_session_timeout = {silence}");
+        Begin { plain: with(BEGIN), by_index: with(BEGIN_BY_INDEX), one: format!("{BEGIN_BY_INDEX}; {limits}") }
+    }
+
+    fn of(&self, mode: Mode) -> &str {
+        if mode == Mode::Look { &self.by_index } else { &self.plain }
+    }
+}
+
 pub struct PostgresStore {
     lanes: Arc<Lanes>,
     schema: Schema,
     skew: Arc<Skew>,
     pool: Pool<Connector>,
-    silence: Duration,
+    begin: Begin,
+    deadline: Duration,
     listener: Option<Arc<Listener>>,
 }
 
@@ -94,45 +123,59 @@ impl Connect for Connector {
 }
 
 impl Connection {
-    async fn prepared(&mut self, sql: &str) -> Result<Statement> {
+    async fn prepared(&mut self, begin: &str, sql: &str) -> Result<Statement> {
         if let Some(statement) = self.statements.get(sql) {
             return Ok(statement.clone());
         }
-        let statement = self.client.prepare(sql).await.map_err(|e| classify(&e))?;
+        self.prepare(begin, sql, &[]).await
+    }
+
+    /// In a transaction of its own: it waits for locks on tables, too, and `begin` says for how long.
+    async fn prepare(&mut self, begin: &str, sql: &str, types: &[Type]) -> Result<Statement> {
+        let prepared = async {
+            self.client.batch_execute(begin).await?;
+            self.client.prepare_typed(sql, types).await
+        };
+        let prepared = prepared.await.map_err(|e| classify(&e));
+        self.client.batch_execute("ROLLBACK").await.map_err(|e| {
+            let mut lost = classify(&e);
+            lost.kind = Kind::Unreachable;
+            lost
+        })?;
+        let statement = prepared?;
         self.statements.insert(sql.to_owned(), statement.clone());
         Ok(statement)
     }
 
     /// The same with the types of its values; none once there are so many texts that keeping them would not pay.
-    async fn prepared_typed(&mut self, sql: &str, types: &[Type]) -> Result<Option<Statement>> {
+    async fn prepared_typed(&mut self, begin: &str, sql: &str, types: &[Type]) -> Result<Option<Statement>> {
         if let Some(statement) = self.statements.get(sql).filter(|known| known.params() == types) {
             return Ok(Some(statement.clone()));
         }
         if self.statements.len() >= MOST_STATEMENTS {
             return Ok(None);
         }
-        let statement = self.client.prepare_typed(sql, types).await.map_err(|e| classify(&e))?;
-        self.statements.insert(sql.to_owned(), statement.clone());
-        Ok(Some(statement))
+        self.prepare(begin, sql, types).await.map(Some)
     }
 
     /// BEGIN, one statement and COMMIT in one round trip.
     async fn run_one(
         &mut self,
+        begin: &str,
         sql: &str,
         params: &[&(dyn ToSql + Sync)],
     ) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
-        let statement = self.prepared(sql).await?;
-        let clock = self.prepared("SELECT clock_timestamp()").await?;
+        let statement = self.prepared(begin, sql).await?;
+        let clock = self.prepared(begin, "SELECT clock_timestamp()").await?;
         let (begun, rows, clock, committed) = join4(
-            self.client.batch_execute(BEGIN_BY_INDEX),
+            self.client.batch_execute(begin),
             self.client.query(&statement, params),
             self.client.query_one(&clock, &[]),
             self.client.batch_execute("COMMIT"),
         )
         .await;
-        // Everything was on its way when the BEGIN failed.
-        begun.map_err(|e| at_commit(&e))?;
+        // Everything was on its way when the BEGIN failed, and without it the statement was a transaction of its own.
+        begun.map_err(|e| classify(&e).unknown())?;
         // An error of the statement itself is definite; a broken connection is not: the COMMIT was on its way.
         let rows = rows.map_err(|e| at_commit(&e))?;
         committed.map_err(|e| at_commit(&e))?;
@@ -313,8 +356,9 @@ impl PostgresTx<'_> {
 
     async fn run_often(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
         let types: Vec<Type> = params.iter().map(type_of).collect();
-        // Before BEGIN, so that a statement that cannot be prepared has begun nothing.
-        let statement = match self.connection.prepared_typed(&numbered(sql), &types).await {
+        // In the middle of a transaction there is nothing to begin, and an unknown statement is not kept.
+        let Some(begin) = self.begin.clone() else { return self.run(sql, params).await };
+        let statement = match self.connection.prepared_typed(&begin, &numbered(sql), &types).await {
             Ok(Some(statement)) => statement,
             Ok(None) => return self.run(sql, params).await,
             Err(error) => {
@@ -335,7 +379,8 @@ impl PostgresTx<'_> {
 async fn begun_with<R>(client: &Client, begin: Option<String>, run: impl Future<Output = Result<R>>) -> Result<R> {
     let Some(begin) = begin else { return run.await };
     let (begun, answer) = join(client.batch_execute(&begin), run).await;
-    begun.map_err(|e| classify(&e)).and(answer)
+    // Without its BEGIN the statement was a transaction of its own.
+    begun.map_err(|e| classify(&e).unknown()).and(answer)
 }
 
 impl Tx for PostgresTx<'_> {
@@ -376,7 +421,8 @@ impl PostgresStore {
         let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
         let pool = Pool::new(Connector { config, tls, shown }, &options);
         let schema = Schema::with(&options.migrations);
-        Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, silence: options.silence(), listener })
+        let (begin, deadline) = (Begin::new(&options), options.deadline);
+        Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, begin, deadline, listener })
     }
 
     fn now(&self) -> String {
@@ -385,9 +431,9 @@ impl PostgresStore {
 
     /// Runs one statement in one transaction, again after a deadlock.
     async fn one(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
-        rerun(|| async {
+        rerun(self.deadline, false, || async {
             let mut loan = self.pool.take().await?;
-            let answer = self.pool.timed(loan.connection.run_one(sql, params)).await?;
+            let answer = self.pool.timed(loan.connection.run_one(&self.begin.one, sql, params)).await?;
             self.keep_if_clean(loan, &answer);
             answer
         })
@@ -405,17 +451,8 @@ impl PostgresStore {
     }
 }
 
-async fn in_transaction(
-    connection: &mut Connection,
-    mode: Mode,
-    skew: i64,
-    silence: Duration,
-    work: &mut Work,
-) -> Result<()> {
-    let begin = if mode == Mode::Look { BEGIN_BY_INDEX } else { BEGIN };
-    // A transaction cut off by the network must not hold its locks for long.
-    let begin = format!("{begin}; SET LOCAL idle_in_transaction_session_timeout = {}", silence.as_millis());
-    let mut tx = PostgresTx { connection, skew, begin: Some(begin), failed: false };
+async fn in_transaction(connection: &mut Connection, begin: &str, skew: i64, work: &mut Work) -> Result<()> {
+    let mut tx = PostgresTx { connection, skew, begin: Some(begin.to_owned()), failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
         done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
@@ -578,7 +615,7 @@ impl Store for PostgresStore {
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();
-            Box::pin(async move { cold::register_lanes(tx, &lanes).await })
+            Box::pin(async move { cold::register_lanes(tx, &lanes, Register::Missing).await })
         })
         .await?;
         Ok(missing.iter().map(|m| m.name.to_owned()).collect())
@@ -590,7 +627,7 @@ impl Store for PostgresStore {
             From::Adopt { mark, known } => (*mark, known.clone()),
             From::Ids(ids) => (None, ids.clone()),
         };
-        let mark = mark.unwrap_or_default();
+        let mark = mark.unwrap_or(Mark::FIRST);
         let (shard, limit, lease) = (claim.shard as i32, i64::from(claim.limit), micros_of(claim.lease));
         let sql = claim_sql(&claim.from, &self.now());
         let max_crashes = claim.max_crashes as i32;
@@ -616,7 +653,7 @@ impl Store for PostgresStore {
     }
 
     async fn walk(&self, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
-        let after = after.unwrap_or_default();
+        let after = after.unwrap_or(Mark::FIRST);
         let sql = walk_sql(&self.now());
         let (shard, limit) = (shard as i32, i64::from(limit));
         let params: [&(dyn ToSql + Sync); 5] = [&lane, &shard, &after.due_at, &after.id, &limit];
@@ -634,27 +671,25 @@ impl Store for PostgresStore {
         settle_by_parts(self, rules, lane.to_owned(), owner.to_owned(), entries.to_vec()).await
     }
 
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
         super::renew(self, owner, leases, lease).await
     }
 
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        super::defer(self, owner, leases, delay, code).await
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+        super::defer(self, owner, leases, how).await
     }
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
-        rerun(|| async {
+        let (begin, skew) = (self.begin.of(mode), self.skew.micros());
+        let done = rerun(self.deadline, mode != Mode::Work, || async {
             let mut loan = self.pool.take().await?;
             let mut work = work.lock().await;
-            let answer = self
-                .pool
-                .timed(in_transaction(&mut loan.connection, mode, self.skew.micros(), self.silence, &mut work))
-                .await?;
+            let answer = self.pool.timed(in_transaction(&mut loan.connection, begin, skew, &mut work)).await?;
             self.keep_if_clean(loan, &answer);
             answer
-        })
-        .await
+        });
+        done.await.map_err(|error| if mode.writes() { error } else { error.of_read() })
     }
 
     async fn notified(&self) {
@@ -672,9 +707,10 @@ impl Store for PostgresStore {
         // A hint is not worth a flush of the log: lost, the poll finds the message.
         let sql = "BEGIN; SET LOCAL synchronous_commit = off; NOTIFY postrider; COMMIT";
         let run = async { loan.connection.client.batch_execute(sql).await.map_err(|e| classify(&e)) };
-        let answer = self.pool.timed(run).await?;
-        self.keep_if_clean(loan, &answer);
-        answer
+        self.pool.timed(run).await??;
+        // Only now: one that failed may have left its transaction open.
+        self.pool.give_back(loan);
+        Ok(())
     }
 
     async fn vitals(&self) -> Result<Vitals> {

@@ -1,9 +1,10 @@
-//! SQLite: the process is the database. One writer thread per process takes several requests into one commit; readers
-//! have a connection of their own. Several processes may share a file.
+//! SQLite: the process is the database. One writer thread per process takes several requests into one commit; reads have
+//! threads and connections of their own (`sqlite_threads.rs`). Several processes may share a file.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,14 +13,15 @@ use rusqlite::types::{ToSqlOutput, ValueRef};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
+use super::sqlite_threads::{self as threads, Job, OpenFile, Queue, Request};
 use super::{Options, Skew};
-use crate::cold;
+use crate::cold::{self, Register};
 use crate::error::{Error, Kind, Result, sqlite_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, parse_headers};
 use crate::migrate::{self, Schema};
-use crate::outcome::{Settled, Settlement, Verdict};
+use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work};
 use crate::time::Timestamp;
@@ -27,28 +29,24 @@ use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, ready_now};
 
 /// Older libraries can lose committed WAL frames when two processes write.
 const OLDEST_SQLITE: i32 = 3_051_003;
-/// Requests taken into one commit at most.
-const GROUP: usize = 64;
-
-/// A request for a connection thread; what it gives back is told to the requester after the commit.
-/// Without a connection there is no transaction: the request only learns of the error.
-type Job = Box<dyn FnOnce(Option<&mut SqliteTx>) -> (bool, Finish) + Send>;
-type Finish = Box<dyn FnOnce(Result<()>) + Send>;
-
-struct Request {
-    job: Job,
-    /// Claim and settle: many, and sure to succeed as long as the file does.
-    hot: bool,
-}
+/// Threads that read for the engine itself, and for people who look: what people page through keeps no delivery waiting.
+const ENGINE_READERS: usize = 2;
+const PEOPLE_READERS: usize = 2;
 
 pub struct SqliteStore {
     lanes: Arc<Lanes>,
     schema: Schema,
     skew: Arc<Skew>,
-    writer: mpsc::Sender<Request>,
-    reader: Option<mpsc::Sender<Request>>,
+    writer: Queue,
+    /// In memory there is one connection for everything.
+    readers: Option<Readers>,
     deadline: Duration,
     path: Option<PathBuf>,
+}
+
+struct Readers {
+    engine: Queue,
+    people: Queue,
 }
 
 impl SqliteStore {
@@ -66,9 +64,17 @@ impl SqliteStore {
 
     fn open_with(path: Option<PathBuf>, skew: Arc<Skew>, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         let write = connect(path.as_ref(), &skew, false)?;
-        let writer = serve("postrider-sqlite-writer", write, true)?;
-        let reader = match &path {
-            Some(_) => Some(serve("postrider-sqlite-reader", connect(path.as_ref(), &skew, true)?, false)?),
+        let file = path.as_deref().map(OpenFile::at).transpose()?;
+        let writer = threads::write("postrider-sqlite-writer", write, file.clone())?;
+        let readers = |name: &str, count: usize| {
+            let connections: Result<Vec<SqliteTx>> = (0..count).map(|_| connect(path.as_ref(), &skew, true)).collect();
+            threads::read(name, connections?, file.clone())
+        };
+        let readers = match &path {
+            Some(_) => Some(Readers {
+                engine: readers("postrider-sqlite-reader", ENGINE_READERS)?,
+                people: readers("postrider-sqlite-people", PEOPLE_READERS)?,
+            }),
             None => None,
         };
         let schema = Schema::with(&options.migrations);
@@ -77,7 +83,7 @@ impl SqliteStore {
             schema,
             skew,
             writer,
-            reader,
+            readers,
             path,
             deadline: options.deadline.max(Duration::from_secs(15)),
         })
@@ -103,19 +109,31 @@ impl SqliteStore {
             if reply.is_closed() {
                 return (true, Box::new(drop));
             }
-            let result = tx.map_or_else(|| Err(Error::database("no transaction")), |tx| in_request(tx, work));
+            let run = |tx: &mut SqliteTx| {
+                // A panic of the work must not take the thread with it.
+                catch_unwind(AssertUnwindSafe(|| in_request(tx, work))).unwrap_or_else(|panic| {
+                    Err(Error::database(format!("{}; nothing was changed", crate::error::panicked(&*panic))))
+                })
+            };
+            let result = tx.map_or_else(|| Err(Error::database("no transaction")), run);
             (result.is_ok(), Box::new(move |committed: Result<()>| drop(reply.send(committed.and(result)))))
         });
-        let queue = if mode == Mode::Write { &self.writer } else { self.reader.as_ref().unwrap_or(&self.writer) };
+        let queue = match (mode, &self.readers) {
+            (Mode::Write | Mode::Work, _) | (_, None) => &self.writer,
+            (Mode::Read, Some(readers)) => &readers.engine,
+            (Mode::Look | Mode::Count, Some(readers)) => &readers.people,
+        };
         let closed = || Error::new(Kind::Unreachable, "the SQLite thread is gone");
         queue.send(Request { job, hot }).map_err(|_| closed())?;
         match tokio::time::timeout(self.deadline, answer).await {
             Ok(answer) => answer.map_err(|_| closed().unknown())?,
-            Err(_) => Err(Error::new(
-                Kind::Timeout,
-                "SQLite did not answer in time; is another process holding a write lock?",
-            )
-            .unknown()),
+            Err(_) => {
+                let late = Error::new(
+                    Kind::Timeout,
+                    "SQLite did not answer in time; is another process holding a write lock?",
+                );
+                Err(if mode.writes() { late.unknown() } else { late })
+            }
         }
     }
 }
@@ -198,8 +216,11 @@ fn connect(path: Option<&PathBuf>, skew: &Arc<Skew>, read_only: bool) -> Result<
 
 /// Creates the file readable by its owner only.
 fn create_private(path: &PathBuf) -> Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let file = std::fs::OpenOptions::new().create(true).truncate(false).append(true).mode(0o600).open(path);
+    let mut options = std::fs::OpenOptions::new();
+    options.create(true).truncate(false).append(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let file = options.open(path);
     file.map(drop).map_err(|e| {
         Error::new(
             Kind::Unreachable,
@@ -214,77 +235,9 @@ fn wait_for_other_process(round: i32) -> bool {
     round < 5000
 }
 
-/// Starts the thread that owns a connection. Waiting requests share one commit; a failed one is rolled back alone.
-fn serve(name: &str, mut tx: SqliteTx, writes: bool) -> Result<mpsc::Sender<Request>> {
-    let (sender, requests) = mpsc::channel::<Request>();
-    let run = move || {
-        while let Ok(first) = requests.recv() {
-            run_group(&mut tx, first, &requests, writes);
-        }
-    };
-    let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
-    started.map_err(|e| Error::new(Kind::Unreachable, format!("cannot start a thread: {e}")))?;
-    Ok(sender)
-}
-
-fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Request>, writes: bool) {
-    let begin = if writes { "BEGIN IMMEDIATE" } else { "BEGIN" };
-    let mut begun = tx.batch(begin);
-    let mut done: Vec<Finish> = Vec::with_capacity(4);
-    let mut next = Some(first);
-    let mut taken = 0;
-    while let Some(request) = next {
-        taken += 1;
-        // A savepoint lets a request fail without its neighbours, but every page is then copied before it changes. The
-        // first needs none, and the hot ones fail only when the file does.
-        let guarded = begun.is_ok() && !done.is_empty() && !request.hot;
-        if guarded {
-            let _ = tx.batch("SAVEPOINT request");
-        }
-        let (fine, finish) = (request.job)(if begun.is_ok() { Some(&mut *tx) } else { None });
-        if begun.is_ok() && tx.connection.is_autocommit() {
-            // The file is full or failed: SQLite has rolled all of it back by itself, savepoints included.
-            let lost =
-                Error::new(Kind::Unavailable, "SQLite rolled back: the disk is full or failed; nothing was changed");
-            done.drain(..).for_each(|finish| finish(Err(lost.clone())));
-            finish(if fine { Err(lost) } else { Ok(()) });
-            begun = tx.batch(begin);
-            next = if taken < GROUP { requests.try_recv().ok() } else { None };
-            continue;
-        }
-        match (&begun, guarded, fine) {
-            (Err(error), ..) => finish(Err(error.clone())),
-            (Ok(()), true, _) => {
-                let _ = tx.batch(if fine { "RELEASE request" } else { "ROLLBACK TO request; RELEASE request" });
-                done.push(finish);
-            }
-            (Ok(()), false, true) => done.push(finish),
-            (Ok(()), false, false) => {
-                let _ = tx.batch("ROLLBACK");
-                let neighbour =
-                    Error::new(Kind::Busy, "another request of the same commit failed; nothing was changed, try again");
-                done.drain(..).for_each(|finish| finish(Err(neighbour.clone())));
-                finish(Ok(())); // it knows its own error
-                begun = tx.batch(begin);
-            }
-        }
-        next = if taken < GROUP { requests.try_recv().ok() } else { None };
-    }
-    let ended = begun.and_then(|()| {
-        tx.batch("COMMIT").map_err(|e| {
-            let _ = tx.batch("ROLLBACK");
-            // Busy is definite; an I/O error at the commit is not.
-            if e.kind == Kind::Busy { e } else { e.unknown() }
-        })
-    });
-    for finish in done {
-        finish(ended.clone());
-    }
-}
-
 /// The connection, as a transaction: the thread has begun one before anybody sees it.
 pub struct SqliteTx {
-    connection: Connection,
+    pub(super) connection: Connection,
     skew: Arc<Skew>,
     /// A statement of the request at hand failed: it must not be committed.
     failed: bool,
@@ -295,7 +248,7 @@ impl SqliteTx {
         self.skew.now()
     }
 
-    fn batch(&self, sql: &str) -> Result<()> {
+    pub(super) fn batch(&self, sql: &str) -> Result<()> {
         self.connection.execute_batch(sql).map_err(|e| classify(&e))
     }
 }
@@ -429,7 +382,7 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
         From::Adopt { mark, known } => (*mark, serde_json::json!(known).to_string()),
         From::Ids(wanted) => (None, serde_json::json!(wanted).to_string()),
     };
-    let mark = mark.unwrap_or_default();
+    let mark = mark.unwrap_or(Mark::FIRST);
     let sql = claim_sql(&claim.from);
     let lease_until = now.plus(claim.lease);
     let run = || -> rusqlite::Result<Vec<Message>> {
@@ -488,18 +441,26 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
             _ => Bytes::new(),
         })
     };
-    let hold = Hold { token: row.get(3)?, locked_by: text(16)?, lease_until: None, crashes: row.get(5)? };
+    // Never an error: one row that is not as it should be would hold up all the others.
+    let number = |i: usize| -> rusqlite::Result<i64> {
+        Ok(match row.get_ref(i)? {
+            ValueRef::Integer(n) => n,
+            ValueRef::Real(f) => f as i64,
+            _ => 0,
+        })
+    };
+    let hold = Hold { token: number(3)?, locked_by: text(16)?, lease_until: None, crashes: number(5)? as u32 };
     let takeover = hold.takeover(&claim.owner);
     Ok(Message {
         id: row.get(0)?,
         lane: claim.lane.clone(),
-        shard_id: row.get(1)?,
-        due_at: Timestamp::from_micros(row.get(2)?),
+        shard_id: number(1)? as u32,
+        due_at: Timestamp::from_micros(number(2)?),
         lease_until,
         lease_token: hold.mint(),
-        attempts: row.get(4)?,
+        attempts: number(4)? as u32,
         crashes: hold.suspicion(&claim.owner).min(claim.max_crashes.max(hold.crashes)),
-        maybe_sent: row.get::<_, bool>(6)? || (takeover && !claim.send_begun),
+        maybe_sent: number(6)? != 0 || (takeover && !claim.send_begun),
         target: text(7)?,
         active_key: text(8)?,
         payload: bytes(9)?,
@@ -507,8 +468,11 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
         headers: parse_headers(text(11)?.as_deref()),
         payload_sha: bytes(12)?.as_ref().try_into().ok(),
         correlation_id: text(13)?,
-        created_at: Timestamp::from_micros(row.get(14)?),
-        deliver_before: row.get::<_, Option<i64>>(15)?.map(Timestamp::from_micros),
+        created_at: Timestamp::from_micros(number(14)?),
+        deliver_before: match row.get_ref(15)? {
+            ValueRef::Null => None,
+            _ => Some(Timestamp::from_micros(number(15)?)),
+        },
         taken_over_from: if takeover { hold.locked_by } else { None },
     })
 }
@@ -520,7 +484,7 @@ pub const WALK_SQL: &str =
 
 fn walk(tx: &mut SqliteTx, lane: &str, shard: u32, after: Option<Mark>, limit: u32) -> Result<Walked> {
     let now = tx.now_moment();
-    let after = after.unwrap_or(Mark { due_at: Timestamp::from_micros(i64::MIN), id: i64::MIN });
+    let after = after.unwrap_or(Mark::FIRST);
     let params: [Value; 6] =
         [lane.into(), shard.into(), now.into(), after.due_at.into(), after.id.into(), limit.into()];
     let seen = query(&tx.connection, WALK_SQL, &params)?.iter().map(super::seen_of).collect::<Result<_>>()?;
@@ -636,7 +600,7 @@ impl Store for SqliteStore {
                 }
                 tx.batch(migrate::views(Dialect::Sqlite))?;
             }
-            ready_now(cold::register_lanes(tx, &lanes))?;
+            ready_now(cold::register_lanes(tx, &lanes, Register::Missing))?;
             Ok(missing.iter().map(|m| m.name.to_owned()).collect())
         })
         .await
@@ -658,19 +622,19 @@ impl Store for SqliteStore {
         super::settle_by_parts(self, rules, lane, owner, entries).await
     }
 
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
         let (owner, leases) = (owner.to_owned(), leases.to_vec());
         self.ask(Mode::Write, move |tx| ready_now(cold::renew(tx, &owner, &leases, lease))).await
     }
 
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        let (owner, leases, code) = (owner.to_owned(), leases.to_vec(), code.map(str::to_owned));
-        self.ask(Mode::Write, move |tx| ready_now(cold::defer(tx, &owner, &leases, delay, code.as_deref()))).await
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+        let (owner, leases, how) = (owner.to_owned(), leases.to_vec(), how.clone());
+        self.ask(Mode::Write, move |tx| ready_now(cold::defer(tx, &owner, &leases, &how))).await
     }
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(std::sync::Mutex::new(work));
-        super::rerun(|| {
+        super::rerun(self.deadline, true, || {
             let (work, runtime) = (work.clone(), tokio::runtime::Handle::current());
             self.ask(mode, move |tx| {
                 let mut work = work.lock().unwrap_or_else(|e| e.into_inner());

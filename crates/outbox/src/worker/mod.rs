@@ -17,7 +17,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use self::core::{Command, Core, Event, LaneSettings, Settings, Tally};
 use crate::clock::{self, Tick};
 use crate::courier::{Begin, Courier};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panicked};
 use crate::message::Message;
 use crate::observe::{Observer, Phase, Silent};
 use crate::outbox::Outbox;
@@ -25,6 +25,7 @@ use crate::outcome::{Outcome, Reach, Settled, code};
 use crate::store::{Prune, Store};
 
 const TELL_EVERY: Duration = Duration::from_millis(500);
+const STRAYS_EVERY: Duration = Duration::from_secs(3);
 
 /// What a worker did, per lane.
 pub type Report = Vec<(String, Tally)>;
@@ -68,15 +69,10 @@ impl Worker {
 
     /// Serves all shards of a lane with the usual settings.
     pub fn lane(self, lane: impl Into<String>, courier: impl Courier) -> Self {
-        let mut settings = LaneSettings::new(lane);
-        // An unknown lane is refused by `run`.
-        if let Ok(rules) = self.outbox.lanes().get(&settings.lane) {
-            settings.shards = (0..rules.shards).collect();
-        }
-        self.lane_with(settings, Arc::new(courier))
+        self.lane_with(LaneSettings::new(lane), Arc::new(courier))
     }
 
-    /// Serves a lane with settings of its own.
+    /// Serves a lane with settings of its own: all of its shards, unless the settings name some.
     pub fn lane_with(mut self, settings: LaneSettings, courier: Arc<dyn Courier>) -> Self {
         self.lanes.push(settings);
         self.couriers.push(courier);
@@ -125,14 +121,24 @@ impl Worker {
                     lane.lane, rules.shards
                 )));
             }
+            if lane.shards.is_empty() {
+                lane.shards = (0..rules.shards).collect();
+            }
+        }
+        let served: Vec<Served> = self.lanes.iter().map(|lane| Served::new(lane, &self.outbox)).collect();
+        for (lane, served) in self.lanes.iter_mut().zip(&served) {
+            // Without the database there is nothing to serve yet; the watch looks again.
+            lane.shards.extend(served.strays(&self.outbox).await.unwrap_or_default());
         }
         let settings =
             Settings { owner: self.owner, lanes: self.lanes, drain: self.drain, once: self.once, seed: clock::seed() };
         let janitor = (!self.once).then(|| tokio::spawn(sweep(self.outbox.clone())));
         let driver = Driver::new(self.outbox.clone(), settings, self.couriers, self.observer);
-        let gatekeeper = tokio::spawn(watch_pauses(self.outbox, driver.sender.clone()));
+        let gatekeeper = tokio::spawn(watch_pauses(self.outbox.clone(), driver.sender.clone()));
+        let scout = tokio::spawn(watch_shards(self.outbox, served, driver.sender.clone()));
         let report = driver.run(shutdown).await;
         gatekeeper.abort();
+        scout.abort();
         if let Some(janitor) = janitor {
             janitor.abort();
         }
@@ -156,6 +162,47 @@ async fn watch_pauses(outbox: Outbox, core: UnboundedSender<Event>) {
             Err(error) => tracing::warn!(%error, "cannot see which lanes are paused"),
         }
         tokio::time::sleep(Duration::from_millis(500).mul_f64(1.0 + clock::chance())).await;
+    }
+}
+
+/// The part of a lane that this worker serves.
+struct Served {
+    lane: String,
+    shards: u32,
+    /// Of the configured ones.
+    ours: Vec<u32>,
+}
+
+impl Served {
+    fn new(settings: &LaneSettings, outbox: &Outbox) -> Self {
+        let shards = outbox.lanes().get(&settings.lane).map_or(1, |rules| rules.shards);
+        Served { lane: settings.lane.clone(), shards, ours: settings.shards.clone() }
+    }
+
+    /// Shards beyond the configured ones in which messages wait: one with fewer shards takes every n-th of them.
+    async fn strays(&self, outbox: &Outbox) -> Result<Vec<u32>> {
+        let found = outbox.stray_shards(&self.lane).await?;
+        Ok(found.into_iter().filter(|shard| self.ours.contains(&(shard % self.shards))).collect())
+    }
+}
+
+/// Looks for messages in shards the configuration does not know: while the number of shards changes, some processes have
+/// more of them than others, and what they wrote must not lie there for ever.
+async fn watch_shards(outbox: Outbox, served: Vec<Served>, core: UnboundedSender<Event>) {
+    loop {
+        tokio::time::sleep(STRAYS_EVERY.mul_f64(0.5 + clock::chance())).await;
+        for lane in &served {
+            match lane.strays(&outbox).await {
+                Ok(strays) => {
+                    for shard in strays {
+                        if core.send(Event::Strayed { lane: lane.lane.clone(), shard }).is_err() {
+                            return;
+                        }
+                    }
+                }
+                Err(error) => tracing::debug!(%error, lane = lane.lane, "cannot look for stray shards"),
+            }
+        }
     }
 }
 
@@ -302,6 +349,7 @@ impl Driver {
             Command::Settle { lane, .. } => Some((lane_name(*lane), Phase::Commit)),
             _ => None,
         };
+        let failed = no_answer(&command);
         let work: Pin<Box<dyn Future<Output = Event> + Send>> = match command {
             Command::Claim { op, claim } => {
                 Box::pin(async move { Event::Claimed { op, result: store.claim(&claim).await } })
@@ -319,16 +367,16 @@ impl Driver {
                 Box::pin(async move {
                     let result = store.settle(&lane, &owner, &entries).await;
                     for (entry, answer) in entries.iter().zip(result.iter().flatten()) {
-                        if *answer != Settled::Refused {
+                        if !matches!(answer, Settled::Refused | Settled::Locked) {
                             courier.settled(entry.lease.id);
                         }
                     }
                     Event::Settled { op, result }
                 })
             }
-            Command::Defer { op, leases, delay, code } => Box::pin(async move {
-                Event::Deferred { op, result: store.defer(&owner, &leases, delay, code.as_deref()).await }
-            }),
+            Command::Defer { op, leases, how } => {
+                Box::pin(async move { Event::Deferred { op, result: store.defer(&owner, &leases, &how).await } })
+            }
             Command::Renew { op, leases, lease } => {
                 Box::pin(async move { Event::Renewed { op, result: store.renew(&owner, &leases, lease).await } })
             }
@@ -337,7 +385,8 @@ impl Driver {
         let (observer, timed) = (self.observer.clone(), timed);
         tokio::spawn(async move {
             let start = Tick::now();
-            let event = work.await;
+            // Without an answer the core would wait for one for ever.
+            let event = AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|panic| failed(panicked(&*panic)));
             if let Some((lane, phase)) = timed {
                 observer.took(&lane, phase, Tick::now().since(start));
             }
@@ -373,6 +422,28 @@ impl Driver {
     }
 }
 
+/// What the core hears of an operation that panicked: whether it was applied is unknown.
+fn no_answer(command: &Command) -> impl FnOnce(String) -> Event + Send + use<> {
+    let which: fn(u64, Error) -> Event = match command {
+        Command::Walk { .. } => |op, error| Event::Walked { op, result: Err(error) },
+        Command::Dedup { .. } => |op, error| Event::Deduped { op, result: Err(error) },
+        Command::Settle { .. } => |op, error| Event::Settled { op, result: Err(error) },
+        Command::Defer { .. } => |op, error| Event::Deferred { op, result: Err(error) },
+        Command::Renew { .. } => |op, error| Event::Renewed { op, result: Err(error) },
+        _ => |op, error| Event::Claimed { op, result: Err(error) },
+    };
+    let op = match command {
+        Command::Claim { op, .. }
+        | Command::Walk { op, .. }
+        | Command::Dedup { op, .. }
+        | Command::Settle { op, .. }
+        | Command::Defer { op, .. }
+        | Command::Renew { op, .. } => *op,
+        Command::Deliver { .. } | Command::Abort { .. } => 0,
+    };
+    move |words| which(op, Error::database(format!("an operation of the store {words}")).unknown())
+}
+
 /// A courier that panics has failed one delivery, not the worker.
 async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>, begin: Option<&Begin>) -> Outcome {
     let delivery = match begin {
@@ -381,10 +452,6 @@ async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>, begin
     };
     match AssertUnwindSafe(delivery).catch_unwind().await {
         Ok(outcome) => outcome,
-        Err(panic) => {
-            let words = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-            let words = words.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            Outcome::retry(code::COURIER_PANIC, format!("the courier panicked: {words}"), Reach::Unknown)
-        }
+        Err(panic) => Outcome::retry(code::COURIER_PANIC, format!("the courier {}", panicked(&*panic)), Reach::Unknown),
     }
 }

@@ -439,7 +439,7 @@ impl Oracle {
             if again && proven {
                 return Settled::Applied;
             }
-            if again && kind == "sent" && LANES[lease.lane] == "fleeting" && row.state == State::Gone {
+            if again && row.state == State::Gone {
                 return Settled::Unknown;
             }
             self.conflicts += 1;

@@ -662,6 +662,8 @@ async fn p9_repeatable_read_caller_sees_keys_committed_meanwhile(db: Database) {
     assert_eq!(db.counts().await, [11, 0, 10, 0]);
 }
 
+/// A caller whose snapshot is older than the message under an expired key has been open for longer than keys live. MySQL
+/// cannot show it that message without a lock that would stop its worker (docs/protocol.md).
 async fn p9_repeatable_read_caller_respects_an_expired_key_of_a_live_message(db: Database) {
     let first = async {
         created(db.enqueue(NewMessage::new("brief", "x").key("k")).await);
@@ -671,7 +673,12 @@ async fn p9_repeatable_read_caller_respects_an_expired_key_of_a_live_message(db:
         };
         db.raw().await.run(long_ago).await.unwrap();
     };
-    if let Some(entry) = enqueue_after_snapshot(&db, first, NewMessage::new("brief", "y").key("k")).await {
+    let entry = enqueue_after_snapshot(&db, first, NewMessage::new("brief", "y").key("k")).await;
+    if db.dialect == Dialect::Mysql {
+        assert_eq!(entry.map(|entry| entry.outcome), Some(Enqueued::Created));
+        return;
+    }
+    if let Some(entry) = entry {
         assert_eq!(entry.outcome, Enqueued::Differs);
     }
     assert_eq!(db.counts().await, [1, 0, 1, 0]);

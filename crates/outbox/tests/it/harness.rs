@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use mysql_async::prelude::Queryable;
 use postrider::lease::Lease;
-use postrider::outcome::{Certainty, Settled, Settlement, Verdict};
+use postrider::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdict};
 use postrider::store::{Attempt, Claim, From, Mark, Mode, Prune, Pruned, Shown, Status, transact};
 use postrider::tx::{Dialect, Row, Value};
 use postrider::{Enqueued, Entry, LaneRules, Lanes, Message, NewMessage, Outbox};
@@ -175,7 +175,16 @@ impl Database {
     }
 
     pub async fn settle_all(&self, lane: &str, owner: &str, entries: &[Settlement]) -> Vec<Settled> {
-        self.outbox.store().settle(lane, owner, entries).await.expect("settle")
+        let mut answers = self.outbox.store().settle(lane, owner, entries).await.expect("settle");
+        // Another transaction of the test has the row: ask again, as a worker does.
+        for (entry, answer) in entries.iter().zip(&mut answers) {
+            while *answer == Settled::Locked {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                let again = self.outbox.store().settle(lane, owner, std::slice::from_ref(entry)).await;
+                *answer = again.expect("settle")[0];
+            }
+        }
+        answers
     }
 
     pub async fn settle(&self, lane: &str, owner: &str, lease: Lease, verdict: Verdict) -> Settled {
@@ -189,7 +198,8 @@ impl Database {
     }
 
     pub async fn defer(&self, owner: &str, lease: Lease, delay: Duration) -> bool {
-        self.outbox.store().defer(owner, &[lease], delay, Some("PAUSED")).await.expect("defer")[0]
+        let how = GiveBack::after(delay, "PAUSED");
+        self.outbox.store().defer(owner, &[lease], &how).await.expect("defer")[0] == LeaseState::Held
     }
 
     pub async fn walk(&self, lane: &str, after: Option<Mark>, limit: u32) -> Vec<i64> {
@@ -328,4 +338,15 @@ impl Raw {
             Raw::Mysql(conn) => conn.query_drop(sql).await.map_err(|e| e.to_string()),
         }
     }
+}
+
+/// Waits until the condition holds.
+pub async fn until(mut holds: impl AsyncFnMut() -> bool) {
+    for _ in 0..3000 {
+        if holds().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("waited in vain");
 }

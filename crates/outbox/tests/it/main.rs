@@ -20,6 +20,7 @@ mod inbox;
 mod looking;
 mod lost_replies;
 mod operating;
+mod others;
 mod schema;
 mod scratch;
 mod settling;

@@ -7,12 +7,12 @@ use std::time::Duration;
 use postrider::error::Kind;
 use postrider::message::sha256;
 use postrider::observe::{Observer, Phase, Told};
-use postrider::outcome::{Outcome, Reach, Settled, Verdict};
+use postrider::outcome::{GiveBack, LeaseState, Outcome, Reach, Settled, Verdict};
 use postrider::store::{Claim, Filter, From, Prune, Requeued, Status};
 use postrider::worker::core::LaneSettings;
 use postrider::{Begin, Courier, Enqueued, LaneRules, Lanes, Message, NewMessage, Worker, courier};
 
-use crate::harness::{Database, OWNER, claim_of, created, dead, lanes, on_every_store, retry, secs};
+use crate::harness::{Database, OWNER, claim_of, created, dead, lanes, on_every_store, retry, secs, until};
 
 on_every_store! {
     p6_requeue_brings_a_dead_message_back,
@@ -48,7 +48,8 @@ on_every_store! {
     lists_filter_and_page,
     stats_count_by_lane_and_status,
     store_ids_differ_and_stay,
-    fewer_shards_are_refused_while_rows_would_be_stranded,
+    what_lies_in_a_shard_beyond_the_configured_ones_is_delivered,
+    lanes_that_are_registered_keep_their_rules,
 }
 
 // ---- requeue ----
@@ -252,7 +253,7 @@ async fn defer_counts_nothing(db: Database) {
     db.claim_one("a", "gone").await;
     db.advance(secs(100));
     let taken = db.claim_one("a", "w").await;
-    assert!(db.outbox.store().defer("w", &[taken.lease()], secs(0), None).await.unwrap()[0]);
+    assert_eq!(db.outbox.store().defer("w", &[taken.lease()], &GiveBack::now()).await.unwrap(), [LeaseState::Held]);
     let shown = db.show(id).await;
     assert_eq!((shown.crashes, shown.maybe_sent), (1, true));
     assert_eq!(shown.last_error_code.as_deref(), Some("PAUSED"), "no code leaves the old one");
@@ -263,11 +264,11 @@ async fn defer_gives_many_back_at_once(db: Database) {
     let claimed = db.claim("a", "w", 20).await;
     let mut leases: Vec<_> = claimed.iter().map(|m| m.lease()).rev().collect();
     leases[7].token += 1;
-    let given = db.outbox.store().defer("w", &leases, secs(1000), Some("PAUSED")).await.unwrap();
-    assert_eq!(given.iter().filter(|g| **g).count(), 19);
-    assert!(!given[7]);
+    let given = db.outbox.store().defer("w", &leases, &GiveBack::after(secs(1000), "PAUSED")).await.unwrap();
+    assert_eq!(given.iter().filter(|g| **g == LeaseState::Held).count(), 19);
+    assert_eq!(given[7], LeaseState::Lost);
     assert!(db.claim("a", "w", 20).await.is_empty());
-    assert!(db.outbox.store().defer("w", &[], secs(0), None).await.unwrap().is_empty());
+    assert!(db.outbox.store().defer("w", &[], &GiveBack::now()).await.unwrap().is_empty());
     assert!(db.outbox.store().renew("w", &[], secs(60)).await.unwrap().is_empty());
 }
 
@@ -673,11 +674,36 @@ async fn store_ids_differ_and_stay(db: Database) {
     assert_eq!(db.again(lanes()).await.outbox.store_id().await.unwrap(), id);
 }
 
-async fn fewer_shards_are_refused_while_rows_would_be_stranded(db: Database) {
-    let name = (0..).map(|n| format!("n{n}")).find(|n| NewMessage::new("sharded", "x").key(n).shard(8) == 7).unwrap();
-    db.enqueue(NewMessage::new("sharded", "x").key(name)).await;
+/// While the number of shards changes, some processes still write into shards that others do not know.
+async fn what_lies_in_a_shard_beyond_the_configured_ones_is_delivered(db: Database) {
     let with = |shards| Lanes::new().with("sharded", LaneRules { shards, ..LaneRules::default() });
-    let error = db.again(with(4)).await.outbox.migrate().await.unwrap_err();
-    assert!(error.message.contains("Drain the lane first"), "{error}");
-    db.again(with(16)).await.outbox.migrate().await.unwrap();
+    let fewer = db.again(with(2)).await.outbox;
+    fewer.migrate().await.unwrap();
+    let put = async |names: std::ops::Range<u32>| {
+        for n in names {
+            db.enqueue(NewMessage::new("sharded", "x").key(format!("n{n}"))).await; // into one of eight
+        }
+    };
+    put(0..20).await;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let worker = Worker::new(fewer.clone()).lane("sharded", courier(|_| async { Outcome::sent() }));
+    let worker = tokio::spawn(worker.run(async { drop(stopped.await) }));
+    until(async || db.count("outbox").await == 0).await;
+    put(20..40).await; // while it runs
+    until(async || db.count("outbox").await == 0).await;
+    stop.send(()).unwrap();
+    worker.await.unwrap().unwrap();
+    assert_eq!(db.count("outbox_done WHERE status = 'sent'").await, 40);
+}
+
+/// A command with another configuration does not change the rules of those who serve the lane.
+async fn lanes_that_are_registered_keep_their_rules(db: Database) {
+    let other = Lanes::new().with("sharded", LaneRules::default()).with("new", LaneRules::default());
+    let other = db.again(other).await.outbox;
+    other.store().migrate().await.unwrap();
+    other.register_missing_lanes().await.unwrap();
+    let shards = async |lane: &str| db.count(&format!("outbox_lanes WHERE lane = '{lane}' AND shards = 8")).await;
+    assert_eq!((shards("sharded").await, db.count("outbox_lanes WHERE lane = 'new'").await), (1, 1));
+    other.register_lanes().await.unwrap();
+    assert_eq!(shards("sharded").await, 0);
 }

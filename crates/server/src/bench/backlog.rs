@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use postrider::clock::Tick;
 use postrider::lease::Lease;
+use postrider::outcome::LeaseState;
 use postrider::store::{Claim, From, Mark, Store};
 use postrider::tx::Dialect;
 use serde_json::{Value, json};
@@ -101,7 +102,7 @@ async fn renewal_cost(scratch: &Scratch) -> Result<(f64, f64)> {
             let start = Tick::now();
             let kept = outbox.store().renew(HOLDER, &leases, Duration::from_secs(3600)).await?;
             samples.push(Tick::now().since(start));
-            if !kept.iter().all(|kept| *kept) {
+            if !kept.iter().all(|kept| *kept == LeaseState::Held) {
                 return Err(Failure::failed("a lease was lost that nobody took"));
             }
         }

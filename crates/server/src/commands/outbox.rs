@@ -274,8 +274,7 @@ async fn release(outbox: &Outbox, args: cli::Release, output: Output) -> Result<
 async fn release_expired(outbox: &Outbox, lane: Option<&str>) -> Result<Vec<i64>> {
     let mut released = Vec::new();
     loop {
-        let expired = outbox.expired_leases(lane, PAGE).await?;
-        let given = outbox.release(expired).await?;
+        let given = outbox.release_expired(lane, PAGE).await?;
         if given.is_empty() {
             return Ok(released);
         }

@@ -73,7 +73,11 @@ const SECTIONS: &[Section] = &[
             Key("max_crashes", "`5`", "As in `[outbox]`."),
             Key("backoff", "exponential", "As in `[outbox]`."),
             Key("backoff_sec", "", "As in `[outbox]`."),
-            Key("shards", "`1`", "Parts of the lane that are claimed apart. Not to be changed while messages wait."),
+            Key(
+                "shards",
+                "`1`",
+                "Parts of the lane that are claimed apart. It may be changed at any time: workers also find what waits beyond.",
+            ),
             Key("dedup", "`false`", "The same target and payload again, within `retention`, is not sent again."),
             Key("audit", "`false`", "A `write_audit` row for every outcome. It costs a write."),
             Key("retention", "`\"7d\"`", "How long ended messages are kept; `\"0\"` keeps none that were sent."),

@@ -91,7 +91,11 @@ impl From<postrider::Error> for Refusal {
                     "another row stands in the way; look at it and try again",
                 )
             }
-            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable | Kind::Schema => {
+            Kind::Overloaded => {
+                let message = "all connections to the database are in use; nothing was written. Try again soon";
+                Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", message)
+            }
+            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Unavailable | Kind::Schema => {
                 tracing::warn!(%error, "the database does not answer as it should");
                 let message = "the database is not available; nothing was written. Try again soon";
                 Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", message)

@@ -9,19 +9,21 @@ impl Core {
     pub(super) fn capacity(&self, lane: &Lane) -> usize {
         let s = &lane.settings;
         // Outcomes the database is slow to take hold claims back.
-        if lane.verdicts.len() + lane.settling * s.batch > 3 * s.batch.max(s.concurrency) {
+        let waiting = lane.verdicts.len() + lane.locked.len();
+        if waiting + lane.settling * s.batch > 3 * s.batch.max(s.concurrency) {
             return 0;
         }
         (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len() + lane.coming).min(s.batch)
     }
 
-    pub(super) fn may_claim(&self, lane: &Lane) -> bool {
+    pub(super) fn may_claim(&self, index: usize) -> bool {
+        let lane = &self.lanes[index];
         let capacity = self.capacity(lane);
         // One row at a time would cost a transaction each: wait until a fair part is free.
         let enough = lane.settings.prefetch().div_ceil(2).min(lane.settings.batch);
         self.phase == Phase::Running
             && lane.gate == Gate::Open
-            && self.apart == Apart::No
+            && !self.apart.of(index)
             && lane.claims < if lane.must_claim_alone() { 1 } else { CLAIMS }
             && capacity > 0
             && (capacity >= enough || lane.running + lane.claims == 0)
@@ -46,7 +48,7 @@ impl Core {
         }
         let lane = &self.lanes[index];
         let only_lost = self.must_adopt(lane);
-        if !(only_lost || self.may_claim(lane)) || now < lane.claim_trouble.until {
+        if !(only_lost || self.may_claim(index)) || now < lane.claim_trouble.until {
             return false;
         }
         let capacity = if only_lost { lane.settings.batch } else { self.capacity(lane) };
@@ -129,7 +131,9 @@ impl Core {
                         place.hungry = true;
                     }
                     // Asked for again, they are adopted if they became ours. Suspects are still in their list.
-                    Start::Ids(_) if matches!(self.apart, Apart::Serving { .. }) => self.apart = Apart::No,
+                    Start::Ids(_) if matches!(self.apart, Apart::Serving { lane, .. } if lane == index) => {
+                        self.apart = Apart::No;
+                    }
                     Start::Ids(ids) => place.found.extend(ids),
                 }
                 lane.claim_trouble.again(now, chance);
@@ -167,7 +171,9 @@ impl Core {
         lane.tally.claimed += got;
         lane.tally.takeovers += taken_over;
         self.observer.claimed(&lane.settings.lane, got, taken_over);
-        if let (Apart::Serving { claimed, .. }, Start::Ids(asked)) = (&mut self.apart, &from) {
+        if let (Apart::Serving { lane: served, claimed, .. }, Start::Ids(asked)) = (&mut self.apart, &from)
+            && *served == index
+        {
             *claimed = true;
             self.suspects.retain(|id, _| !asked.contains(id));
         }
@@ -176,14 +182,14 @@ impl Core {
         // Suspects may have lost another worker since they were seen: the most suspicious one decides how many go together.
         let max_crashes = lane.settings.budgets.max_crashes;
         let group = |m: &Message| decide::suspect_group(m.crashes, max_crashes).filter(|_| m.crashes < max_crashes);
-        let serving = matches!(self.apart, Apart::Serving { .. });
+        let serving = matches!(self.apart, Apart::Serving { lane, .. } if lane == index);
         let together = claimed.messages.iter().filter_map(group).min().filter(|_| serving).unwrap_or(usize::MAX);
         for (n, message) in claimed.messages.into_iter().enumerate() {
             let lease = message.lease();
             self.take(index, message, until, claimed.now, now);
             let lane = &mut self.lanes[index];
             if n >= together && lane.ready.pop_back_if(|last| last.id == lease.id).is_some() {
-                lane.give_back.push((lease, Duration::ZERO, None));
+                lane.give_back(lease, GiveBack::now());
                 if let Some(held) = self.held.get_mut(&lease.id) {
                     held.state = State::Settling;
                 }
@@ -212,7 +218,7 @@ impl Core {
                     ready.lease_token = message.lease_token;
                 }
             } else if message.lease_token > held.token {
-                lane.give_back.push((message.lease(), Duration::ZERO, None));
+                lane.give_back(message.lease(), GiveBack::now());
             }
             return;
         }
@@ -228,12 +234,15 @@ impl Core {
             twin: dedup.then(|| (message.target.clone(), message.sha())),
             first_twin: false,
             began: now,
+            // A moment of the database's clock, as far ahead of ours as it was of the database's.
+            expires: message.deliver_before.filter(|_| !message.maybe_sent).map(|limit| now.plus(limit.since(db_now))),
+            met_locks: 0,
         };
         if let Some(verdict) = decide::burial(&message, &lane.settings.budgets, db_now) {
             held.state = State::Settling;
             lane.add_verdict(Settlement::new(message.lease(), verdict), now);
         } else if matches!(self.phase, Phase::Draining { .. }) || lane.gate == Gate::Paused {
-            lane.give_back.push((message.lease(), Duration::ZERO, None));
+            lane.give_back(message.lease(), GiveBack::now());
             held.state = State::Settling;
         } else {
             lane.ready.push_back(Box::new(message));

@@ -1,7 +1,6 @@
 //! Deliveries: what is begun when, what becomes of outcomes, and the dedup check before.
 
 use std::collections::VecDeque;
-use std::time::Duration;
 
 use super::*;
 
@@ -11,16 +10,25 @@ impl Core {
         let settings = &lane.settings;
         let (third, per_target) = (settings.lease / 3, settings.per_target());
         let mut passed_over: VecDeque<Box<Message>> = VecDeque::new();
-        let mut crowded: usize = 0;
+        let mut expired: Vec<Lease> = Vec::new();
+        let (mut crowded, mut twins): (usize, usize) = (0, 0);
         while lane.running < settings.concurrency {
             let Some(message) = lane.ready.pop_front() else { break };
             let Some(held) = self.held.get_mut(&message.id) else { continue };
+            if held.expires.is_some_and(|at| at < now) {
+                held.state = State::Settling;
+                expired.push(Lease { id: message.id, token: held.token });
+                continue;
+            }
             // Right before the first byte at least a third of the lease must be left; `renew` sees to the others.
             let fresh = held.until.since(now) >= third;
             let full = held.target.as_ref().filter(|t| lane.by_target.get(*t).is_some_and(|n| *n >= per_target));
             if let Some(target) = full {
                 crowded += 1;
                 lane.crowds.entry(target.clone()).or_insert_with(|| Crowd::new(now));
+            }
+            if held.twin.as_ref().is_some_and(|twin| !held.first_twin && lane.twins.contains(twin)) {
+                twins += 1;
             }
             if !fresh || held.state != (State::Ready { checked: true }) || full.is_some() {
                 passed_over.push_back(message);
@@ -36,9 +44,39 @@ impl Core {
         }
         passed_over.append(&mut lane.ready);
         lane.ready = passed_over;
+        for lease in expired {
+            lane.add_verdict(Settlement::new(lease, decide::expiry()), now);
+        }
         // With `once` it would be gone for this run, though it was due.
-        let excess = if self.once { 0 } else { crowded.saturating_sub(settings.prefetch()) };
-        self.thin_out(index, excess, now);
+        let some = lane.settings.prefetch();
+        if !self.once {
+            self.thin_out(index, crowded.saturating_sub(some), now);
+            self.thin_out_twins(index, twins.saturating_sub(some), now);
+        }
+    }
+
+    /// Twins wait for the first of them. More than a few would keep the others out: gives so many back, the last first.
+    fn thin_out_twins(&mut self, index: usize, mut excess: usize, now: Tick) {
+        let lane = &mut self.lanes[index];
+        if excess == 0 {
+            lane.twin_crowd = lane.twin_crowd.take().filter(|crowd| crowd.horizon > now);
+            return;
+        }
+        let mut kept = VecDeque::with_capacity(lane.ready.len());
+        while let Some(message) = lane.ready.pop_back() {
+            let waits =
+                |held: &&mut Held| held.twin.as_ref().is_some_and(|twin| !held.first_twin && lane.twins.contains(twin));
+            let Some(held) = self.held.get_mut(&message.id).filter(|_| excess > 0).filter(waits) else {
+                kept.push_front(message);
+                continue;
+            };
+            excess -= 1;
+            held.state = State::Settling;
+            let crowd = lane.twin_crowd.get_or_insert_with(|| Crowd::new(now));
+            let how = GiveBack::after(crowd.next_turn(now, self.rng.f64()), "TWIN_BUSY");
+            lane.give_back.push((now, Lease { id: message.id, token: held.token }, how));
+        }
+        lane.ready = kept;
     }
 
     /// More of one target than will fit soon would keep the others out: gives so many back, the last first, unless their
@@ -66,7 +104,8 @@ impl Core {
             excess -= 1;
             held.state = State::Settling;
             let delay = crowd.next_turn(now, self.rng.f64());
-            lane.give_back.push((Lease { id: message.id, token: held.token }, delay, Some("TARGET_BUSY".to_owned())));
+            let lease = Lease { id: message.id, token: held.token };
+            lane.give_back.push((now, lease, GiveBack::after(delay, "TARGET_BUSY")));
         }
         lane.ready = kept;
         if lane.crowds.len() > MOST_CROWDS {
@@ -79,22 +118,7 @@ impl Core {
         let chance = self.rng.f64();
         let Some(held) = self.held.get_mut(&id).filter(|h| h.state == State::Running) else { return };
         let lane = &mut self.lanes[held.lane];
-        lane.running -= 1;
-        if let Some(target) = &held.target
-            && let Some(count) = lane.by_target.get_mut(target)
-        {
-            if let Some(crowd) = lane.crowds.get_mut(target) {
-                crowd.moved = now;
-                crowd.ended += 1;
-            }
-            *count -= 1;
-            if *count == 0 {
-                lane.by_target.remove(target);
-                if lane.crowds.get(target).is_some_and(|crowd| crowd.horizon <= now) {
-                    lane.crowds.remove(target);
-                }
-            }
-        }
+        lane.ended(held.target.as_deref(), now);
         held.state = State::Settling;
         let lease = Lease { id, token: held.token };
         let (attempts, maybe_sent) = (held.attempts, held.maybe_sent);
@@ -104,7 +128,7 @@ impl Core {
                 let took = Some(now.since(held.began));
                 lane.add_verdict(Settlement { took, ..Settlement::new(lease, verdict) }, now)
             }
-            Decision::Defer { delay, code } => lane.give_back.push((lease, delay, Some(code))),
+            Decision::Defer { delay, code } => lane.give_back(lease, GiveBack::after(delay, code)),
         }
     }
 
@@ -164,8 +188,28 @@ impl Core {
                     }
                     held.state = State::Settling;
                     lane.ready.retain(|m| m.id != id);
-                    lane.give_back.push((Lease { id, token: held.token }, Duration::ZERO, None));
+                    lane.give_back(Lease { id, token: held.token }, GiveBack::now());
                 }
+            }
+        }
+    }
+}
+
+impl Lane {
+    /// A delivery to this target is over: its slot is free.
+    pub(super) fn ended(&mut self, target: Option<&str>, now: Tick) {
+        self.running -= 1;
+        let Some(target) = target else { return };
+        let Some(count) = self.by_target.get_mut(target) else { return };
+        if let Some(crowd) = self.crowds.get_mut(target) {
+            crowd.moved = now;
+            crowd.ended += 1;
+        }
+        *count -= 1;
+        if *count == 0 {
+            self.by_target.remove(target);
+            if self.crowds.get(target).is_some_and(|crowd| crowd.horizon <= now) {
+                self.crowds.remove(target);
             }
         }
     }

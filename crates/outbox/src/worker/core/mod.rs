@@ -19,7 +19,7 @@ use crate::error::{Effect, Error, Kind};
 use crate::lease::Lease;
 use crate::message::{Message, Sha};
 use crate::observe::{Observer, Silent, Standing, Told};
-use crate::outcome::{FlushCode, Outcome, Reach, Settled, Settlement, Verdict, code};
+use crate::outcome::{FlushCode, GiveBack, LeaseState, Outcome, Settled, Settlement, Verdict, code};
 use crate::store::{Claim, Claimed, From, Mark, Walked};
 
 /// A mark stays this far behind the clock: commits younger than this may still appear before it.
@@ -44,12 +44,17 @@ const CLAIMS: usize = 2;
 const SETTLES: usize = 2;
 /// A suspect that waited this long is served even if there is other work.
 const SUSPECT_PATIENCE: Duration = Duration::from_secs(10);
+/// For this long its lane claims nothing else, so that it is held alone; then it is served beside what is still under way.
+const CLEARING: Duration = Duration::from_secs(2);
+/// An outcome or a lease that met somebody else's lock is asked for again after this long, and then ever later.
+const LOCK_WAIT: Duration = Duration::from_millis(5);
+const LONGEST_LOCK_WAIT: Duration = Duration::from_secs(1);
 
 /// How one lane is worked.
 #[derive(Clone, Debug)]
 pub struct LaneSettings {
     pub lane: String,
-    /// The shards this process takes.
+    /// The shards this process takes; all of the lane's if none are named.
     pub shards: Vec<u32>,
     pub concurrency: usize,
     pub batch: usize,
@@ -71,7 +76,7 @@ impl LaneSettings {
     pub fn new(lane: impl Into<String>) -> Self {
         LaneSettings {
             lane: lane.into(),
-            shards: vec![0],
+            shards: vec![],
             concurrency: 64,
             batch: 256,
             lease: Duration::from_secs(60),
@@ -137,8 +142,7 @@ pub enum Command {
     Defer {
         op: Op,
         leases: Vec<Lease>,
-        delay: Duration,
-        code: Option<String>,
+        how: GiveBack,
     },
     Renew {
         op: Op,
@@ -176,11 +180,11 @@ pub enum Event {
     },
     Deferred {
         op: Op,
-        result: Result<Vec<bool>, Error>,
+        result: Result<Vec<LeaseState>, Error>,
     },
     Renewed {
         op: Op,
-        result: Result<Vec<bool>, Error>,
+        result: Result<Vec<LeaseState>, Error>,
     },
     Delivered {
         id: i64,
@@ -191,6 +195,11 @@ pub enum Event {
     /// The lanes that are paused now; those not named are open. Before the first of these, nothing is claimed.
     Paused {
         lanes: Vec<String>,
+    },
+    /// Messages of a lane lie in this shard, which the configuration does not know: somebody has, or had, more shards.
+    Strayed {
+        lane: String,
+        shard: u32,
     },
     /// There may be new work.
     Wake,
@@ -241,6 +250,10 @@ struct Held {
     first_twin: bool,
     /// When its delivery began.
     began: Tick,
+    /// `deliver_before`, by our own clock.
+    expires: Option<Tick>,
+    /// How often its outcome met somebody else's lock.
+    met_locks: u32,
 }
 
 #[derive(Debug, Default)]
@@ -369,12 +382,18 @@ struct Lane {
     verdicts_since: Tick,
     settling: usize,
     settle_trouble: Trouble,
-    give_back: Vec<(Lease, Duration, Option<String>)>,
+    /// Outcomes whose rows somebody else has locked, and when to ask for them again, apart from the others.
+    locked: Vec<(Tick, Settlement)>,
+    settling_locked: bool,
+    /// What is to be given back, and not before when.
+    give_back: Vec<(Tick, Lease, GiveBack)>,
     giving_back: usize,
     renew_at: Tick,
     renewing: bool,
     deduping: bool,
     twins: HashSet<Twin>,
+    /// Twins that wait for the first of them.
+    twin_crowd: Option<Crowd>,
     tally: Tally,
 }
 
@@ -386,19 +405,27 @@ struct Suspect {
     since: Tick,
 }
 
-/// Suspects are delivered apart, with nothing else held.
+/// Suspects of one lane at a time are delivered apart, with nothing else of that lane held. The other lanes go on.
 #[derive(Debug, PartialEq, Eq)]
 enum Apart {
     No,
-    /// Waits until nothing else is held.
+    /// Waits, for a moment, until nothing else of the lane is held.
     Clearing {
+        lane: usize,
         since: Tick,
     },
     /// `since` is when the clearing began.
     Serving {
+        lane: usize,
         since: Tick,
         claimed: bool,
     },
+}
+
+impl Apart {
+    fn of(&self, index: usize) -> bool {
+        matches!(self, Apart::Clearing { lane, .. } | Apart::Serving { lane, .. } if *lane == index)
+    }
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -418,8 +445,8 @@ enum Pending {
     Claim { lane: usize, shard: usize, issued: Tick, limit: u32, from: Start },
     Walk { lane: usize, shard: usize },
     Dedup { lane: usize, ids: Vec<i64> },
-    Settle { lane: usize, entries: Vec<Settlement> },
-    Defer { lane: usize, leases: Vec<Lease>, delay: Duration, code: Option<String> },
+    Settle { lane: usize, entries: Vec<Settlement>, locked: bool },
+    Defer { lane: usize, leases: Vec<Lease>, how: GiveBack },
     Renew { lane: usize, leases: Vec<Lease>, issued: Tick },
 }
 
@@ -449,11 +476,15 @@ impl Lane {
 
     /// Gives back what was claimed and not begun.
     fn give_back_ready(&mut self, held: &mut HashMap<i64, Held>) {
-        for message in self.ready.drain(..) {
+        for message in std::mem::take(&mut self.ready) {
             let Some(held) = held.get_mut(&message.id) else { continue };
             held.state = State::Settling;
-            self.give_back.push((Lease { id: message.id, token: held.token }, Duration::ZERO, None));
+            self.give_back(Lease { id: message.id, token: held.token }, GiveBack::now());
         }
+    }
+
+    fn give_back(&mut self, lease: Lease, how: GiveBack) {
+        self.give_back.push((Tick::default(), lease, how));
     }
 }
 
@@ -478,12 +509,15 @@ impl Core {
             verdicts_since: now,
             settling: 0,
             settle_trouble: Trouble::default(),
+            locked: Vec::new(),
+            settling_locked: false,
             give_back: Vec::new(),
             giving_back: 0,
             renew_at: Tick::from_micros(u64::MAX),
             renewing: false,
             deduping: false,
             twins: HashSet::new(),
+            twin_crowd: None,
             tally: Tally::default(),
         };
         Core {
@@ -544,7 +578,8 @@ impl Core {
         match self.phase {
             Phase::Draining { end_at, .. } => {
                 let nothing_lost = self.lanes.iter().flat_map(|l| &l.shards).all(|s| s.lost.is_none());
-                (self.held.is_empty() && self.pending.is_empty() && nothing_lost) || now >= end_at
+                let all_given_back = self.lanes.iter().all(|lane| lane.give_back.is_empty());
+                (self.held.is_empty() && self.pending.is_empty() && nothing_lost && all_given_back) || now >= end_at
             }
             Phase::Running => {
                 self.once
@@ -583,12 +618,15 @@ impl Core {
         if let Phase::Draining { abort_at, end_at, aborted } = self.phase {
             at(if aborted { end_at } else { abort_at });
         }
-        for lane in &self.lanes {
+        for (index, lane) in self.lanes.iter().enumerate() {
             if !lane.verdicts.is_empty() && lane.settling < SETTLES {
                 at(lane.verdicts_since.plus(lane.settings.settle_wait).max(lane.settle_trouble.until));
             }
-            if !lane.give_back.is_empty() && lane.giving_back == 0 {
-                at(lane.settle_trouble.until);
+            if let Some(first) = lane.locked.iter().map(|(at, _)| *at).min().filter(|_| !lane.settling_locked) {
+                at(first.max(lane.settle_trouble.until));
+            }
+            if let Some(first) = lane.give_back.iter().map(|(at, ..)| *at).min().filter(|_| lane.giving_back == 0) {
+                at(first.max(lane.settle_trouble.until));
             }
             // A crowd that may have stopped.
             if let Some(look_at) = lane.crowded {
@@ -601,7 +639,7 @@ impl Core {
                 at(lane.claim_trouble.until);
             }
             if self.phase == Phase::Running {
-                if self.may_claim(lane) {
+                if self.may_claim(index) {
                     at(lane.next_poll.max(lane.claim_trouble.until));
                 }
                 for shard in lane.shards.iter().filter(|s| lane.gate == Gate::Open && s.may_walk()) {
@@ -609,13 +647,15 @@ impl Core {
                 }
             }
         }
-        if let Apart::Clearing { since } | Apart::Serving { since, .. } = self.apart {
-            at(since.plus(self.longest_lease()));
+        match self.apart {
+            Apart::No => {}
+            Apart::Clearing { since, .. } => at(since.plus(CLEARING)),
+            Apart::Serving { lane, since, .. } => at(since.plus(self.lanes[lane].settings.lease)),
         }
         if self.apart == Apart::No
             && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
         {
-            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until).max(self.claims_wait_until()));
+            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until));
         }
         next.max(now)
     }
@@ -625,6 +665,7 @@ impl Core {
         match event {
             Event::Wake => self.lanes.iter_mut().flat_map(|l| &mut l.shards).for_each(|s| s.hungry = true),
             Event::Paused { lanes } => self.set_gates(&lanes),
+            Event::Strayed { lane, shard } => self.take_shard(&lane, shard),
             Event::Shutdown => self.begin_drain(now),
             Event::Delivered { id, outcome, begun } => self.delivered(id, outcome, begun, now),
             Event::Claimed { op, result } => self.claimed(op, result, now),
@@ -657,6 +698,20 @@ impl Core {
         }
     }
 
+    /// Looks at one more shard of a lane from now on.
+    fn take_shard(&mut self, name: &str, shard: u32) {
+        for lane in self.lanes.iter_mut().filter(|lane| lane.settings.lane == name) {
+            if lane.shards.iter().all(|known| known.id != shard) {
+                tracing::info!(
+                    lane = name,
+                    shard,
+                    "messages lie in a shard beyond the configured ones; it is served too"
+                );
+                lane.shards.push(Shard { id: shard, hungry: true, ..Shard::default() });
+            }
+        }
+    }
+
     fn set_gates(&mut self, paused: &[String]) {
         for (index, lane) in self.lanes.iter_mut().enumerate() {
             lane.gate = if paused.contains(&lane.settings.lane) { Gate::Paused } else { Gate::Open };
@@ -679,12 +734,21 @@ impl Core {
         running.sort_unstable();
         for id in running {
             self.commands.push(Command::Abort { id });
-            let error = "aborted at shutdown with the request under way";
-            // Where *send begun* is committed, the row itself knows whether anything went out.
-            let says_begun = self.held.get(&id).is_some_and(|held| self.lanes[held.lane].settings.send_begun);
-            let reach = if says_begun { Reach::NeverSent } else { Reach::Unknown };
-            self.delivered(id, Outcome::retry(code::SHUTDOWN, error, reach), false, now);
+            self.cut_off(id, now);
         }
+    }
+
+    /// A stop is a crash with manners: what was under way may have been done, so it has no outcome. It costs no attempt,
+    /// ends nothing, and is given back in doubt.
+    fn cut_off(&mut self, id: i64, now: Tick) {
+        let Some(held) = self.held.get_mut(&id).filter(|h| h.state == State::Running) else { return };
+        let lane = &mut self.lanes[held.lane];
+        lane.ended(held.target.as_deref(), now);
+        held.state = State::Settling;
+        // Where *send begun* is committed, the row itself knows whether anything went out.
+        let maybe_sent = !lane.settings.send_begun;
+        let how = GiveBack { maybe_sent, ..GiveBack::after(Duration::ZERO, code::SHUTDOWN) };
+        lane.give_back(Lease { id, token: held.token }, how);
     }
 }
 

@@ -7,6 +7,7 @@ use super::*;
 
 impl Core {
     pub(super) fn flush_verdicts(&mut self, index: usize, now: Tick) {
+        self.flush_locked(index, now);
         let draining = self.phase != Phase::Running;
         let lane = &mut self.lanes[index];
         while lane.settling < SETTLES && !lane.verdicts.is_empty() && now >= lane.settle_trouble.until {
@@ -16,26 +17,48 @@ impl Core {
                 return;
             }
             let n = lane.verdicts.len().min(lane.settings.batch.max(1));
-            let mut entries: Vec<Settlement> = lane.verdicts.drain(..n).collect();
-            // Adopted meanwhile? But what may be recorded already is asked for under the token it was recorded with.
-            for entry in entries.iter_mut().filter(|entry| !entry.again) {
-                if let Some(held) = self.held.get(&entry.lease.id) {
-                    entry.lease.token = held.token;
-                }
-            }
+            let entries: Vec<Settlement> = lane.verdicts.drain(..n).collect();
             lane.settling += 1;
-            let op = self.next_op;
-            self.next_op += 1;
-            self.pending.insert(op, Pending::Settle { lane: index, entries: entries.clone() });
-            self.commands.push(Command::Settle { op, lane: index, entries });
+            self.send_settle(index, entries, false);
+            return self.flush_verdicts(index, now);
         }
     }
 
+    /// What met somebody else's lock is asked for apart, so that it keeps no other outcome waiting.
+    fn flush_locked(&mut self, index: usize, now: Tick) {
+        let lane = &mut self.lanes[index];
+        if lane.settling_locked || now < lane.settle_trouble.until {
+            return;
+        }
+        let most = lane.settings.batch.max(1);
+        let entries: Vec<Settlement> =
+            lane.locked.extract_if(.., |(at, _)| *at <= now).take(most).map(|(_, entry)| entry).collect();
+        if !entries.is_empty() {
+            lane.settling_locked = true;
+            self.send_settle(index, entries, true);
+        }
+    }
+
+    fn send_settle(&mut self, index: usize, mut entries: Vec<Settlement>, locked: bool) {
+        // Adopted meanwhile? But what may be recorded already is asked for under the token it was recorded with.
+        for entry in entries.iter_mut().filter(|entry| !entry.again) {
+            if let Some(held) = self.held.get(&entry.lease.id) {
+                entry.lease.token = held.token;
+            }
+        }
+        let op = self.op(Pending::Settle { lane: index, entries: entries.clone(), locked });
+        self.commands.push(Command::Settle { op, lane: index, entries });
+    }
+
     pub(super) fn settled(&mut self, op: Op, result: Result<Vec<Settled>, Error>, now: Tick) {
-        let Some(Pending::Settle { lane: index, entries }) = self.pending.remove(&op) else { return };
+        let Some(Pending::Settle { lane: index, entries, locked }) = self.pending.remove(&op) else { return };
         let chance = self.rng.f64();
         let lane = &mut self.lanes[index];
-        lane.settling -= 1;
+        if locked {
+            lane.settling_locked = false;
+        } else {
+            lane.settling -= 1;
+        }
         let answers = match result {
             Ok(answers) => answers,
             Err(error) => {
@@ -62,6 +85,22 @@ impl Core {
                     lane.add_verdict(entry, now);
                     continue;
                 }
+                Settled::Locked => {
+                    let met = self.held.get_mut(&id).map_or(0, |held| {
+                        held.met_locks += 1;
+                        held.met_locks
+                    });
+                    if met == 1 {
+                        tracing::debug!(
+                            outbox_id = id,
+                            lane = lane.settings.lane,
+                            "its row is locked by another session"
+                        );
+                    }
+                    let wait = (LOCK_WAIT * (1 << met.min(8))).min(LONGEST_LOCK_WAIT);
+                    lane.locked.push((now.plus(wait), entry));
+                    continue;
+                }
                 Settled::Refused => {
                     lane.settle_trouble.again(now, chance);
                     lane.add_verdict(entry, now);
@@ -79,37 +118,43 @@ impl Core {
         if lane.giving_back > 0 || lane.give_back.is_empty() || now < lane.settle_trouble.until {
             return;
         }
-        let mut groups: BTreeMap<(Duration, Option<String>), Vec<Lease>> = BTreeMap::new();
-        for (lease, delay, code) in lane.give_back.drain(..) {
+        let mut groups: BTreeMap<GiveBack, Vec<Lease>> = BTreeMap::new();
+        for (_, lease, mut how) in lane.give_back.extract_if(.., |(at, ..)| *at <= now) {
             // Whole tenths of a second, so that many share one statement.
-            let delay = Duration::from_millis(delay.as_millis().div_ceil(100) as u64 * 100);
-            groups.entry((delay, code)).or_default().push(lease);
+            how.delay = Duration::from_millis(how.delay.as_millis().div_ceil(100) as u64 * 100);
+            groups.entry(how).or_default().push(lease);
         }
         lane.giving_back = groups.len();
-        for ((delay, code), mut leases) in groups {
+        for (how, mut leases) in groups {
             leases.sort_unstable();
-            let pending = Pending::Defer { lane: index, leases: leases.clone(), delay, code: code.clone() };
-            let op = self.op(pending);
-            self.commands.push(Command::Defer { op, leases, delay, code });
+            let op = self.op(Pending::Defer { lane: index, leases: leases.clone(), how: how.clone() });
+            self.commands.push(Command::Defer { op, leases, how });
         }
     }
 
-    pub(super) fn deferred(&mut self, op: Op, result: Result<Vec<bool>, Error>, now: Tick) {
-        let Some(Pending::Defer { lane: index, leases, delay, code }) = self.pending.remove(&op) else { return };
+    pub(super) fn deferred(&mut self, op: Op, result: Result<Vec<LeaseState>, Error>, now: Tick) {
+        let Some(Pending::Defer { lane: index, leases, how }) = self.pending.remove(&op) else { return };
         let chance = self.rng.f64();
         let lane = &mut self.lanes[index];
         lane.giving_back -= 1;
         match result {
             Ok(answers) => {
-                lane.tally.deferred += answers.iter().filter(|given| **given).count() as u64;
-                for lease in leases {
+                for (lease, answer) in leases.into_iter().zip(answers) {
+                    match answer {
+                        LeaseState::Locked => {
+                            lane.give_back.push((now.plus(LONGEST_LOCK_WAIT / 4), lease, how.clone()));
+                            continue;
+                        }
+                        LeaseState::Held => lane.tally.deferred += 1,
+                        LeaseState::Lost => {}
+                    }
                     lane.done_with(lease, &mut self.held);
                 }
             }
             Err(error) => {
                 tracing::warn!(%error, lane = lane.settings.lane, "giving back failed; it will be tried again");
                 lane.settle_trouble.again(now, chance);
-                lane.give_back.extend(leases.into_iter().map(|lease| (lease, delay, code.clone())));
+                lane.give_back.extend(leases.into_iter().map(|lease| (now, lease, how.clone())));
             }
         }
     }
@@ -141,7 +186,7 @@ impl Core {
         self.commands.push(Command::Renew { op, leases, lease });
     }
 
-    pub(super) fn renewed(&mut self, op: Op, result: Result<Vec<bool>, Error>, now: Tick) {
+    pub(super) fn renewed(&mut self, op: Op, result: Result<Vec<LeaseState>, Error>, now: Tick) {
         let Some(Pending::Renew { lane: index, leases, issued }) = self.pending.remove(&op) else { return };
         let lane = &mut self.lanes[index];
         lane.renewing = false;
@@ -153,11 +198,15 @@ impl Core {
                 return;
             }
         };
-        for (lease, kept) in leases.into_iter().zip(answers) {
-            let Some(held) = self.held.get_mut(&lease.id) else { continue };
-            if kept {
+        let mut not_before = now;
+        for (lease, state) in leases.into_iter().zip(answers) {
+            // Adopted under a new token meanwhile: this answer is about the old one.
+            let Some(held) = self.held.get_mut(&lease.id).filter(|held| held.token == lease.token) else { continue };
+            if state == LeaseState::Held {
                 held.until = issued.plus(lane.settings.lease);
-            } else if matches!(held.state, State::Ready { .. }) && held.token == lease.token {
+            } else if state == LeaseState::Locked {
+                not_before = now.plus((lane.settings.lease / 20).min(LONGEST_LOCK_WAIT));
+            } else if matches!(held.state, State::Ready { .. }) {
                 // Lost before it was begun: somebody else has it.
                 release_twin(&mut lane.twins, held);
                 self.held.remove(&lease.id);
@@ -169,8 +218,8 @@ impl Core {
         }
         let lease = lane.settings.lease;
         let earliest = self.held.values().filter(|h| h.lane == index).map(|h| h.until.since(now)).min();
-        self.lanes[index].renew_at =
-            earliest.map_or(Tick::from_micros(u64::MAX), |left| now.plus(left.saturating_sub(lease * 2 / 3)));
+        self.lanes[index].renew_at = earliest
+            .map_or(Tick::from_micros(u64::MAX), |left| now.plus(left.saturating_sub(lease * 2 / 3)).max(not_before));
     }
 }
 
@@ -187,7 +236,7 @@ impl Lane {
     fn done_with(&mut self, lease: Lease, held: &mut HashMap<i64, Held>) {
         match held.get(&lease.id) {
             Some(newer) if newer.token > lease.token => {
-                self.give_back.push((Lease { id: lease.id, token: newer.token }, Duration::ZERO, None));
+                self.give_back(Lease { id: lease.id, token: newer.token }, GiveBack::now());
             }
             Some(older) if older.token < lease.token => {} // what is in flight was never this lease
             Some(_) => {
@@ -212,7 +261,7 @@ impl Lane {
         let outcome = match answer {
             Settled::Applied => entry.verdict.flush_code(),
             Settled::LeaseLost => FlushCode::Conflict,
-            Settled::Unknown | Settled::Refused => {
+            Settled::Unknown | Settled::Refused | Settled::Locked => {
                 self.tally.unknown += 1;
                 tracing::warn!(outbox_id = id, lane, "whether the outcome was recorded is unknown");
                 return;

@@ -1,4 +1,6 @@
-//! Suspects: messages whose workers died more than once are delivered apart, in shrinking groups, with nothing else held.
+//! Suspects: messages whose workers died more than once are delivered apart, in shrinking groups, one lane at a time and
+//! with nothing else of that lane held. What other lanes have under way goes on: should a suspect kill the process, that
+//! costs each of them one takeover, and suspects of several lanes are never under way together.
 
 use super::*;
 
@@ -10,33 +12,40 @@ impl Core {
         if self.phase != Phase::Running {
             return;
         }
-        let idle = self.held.is_empty() && self.lanes.iter().all(|lane| lane.claims == 0);
         match self.apart {
             Apart::No => {
-                let Some(oldest) = self.suspects.values().map(|s| s.since).min() else { return };
-                let open = self.lanes.iter().filter(|lane| lane.gate == Gate::Open);
-                let quiet = idle && open.flat_map(|l| &l.shards).all(|s| s.dry);
-                let patience_ended = now >= oldest.plus(SUSPECT_PATIENCE).max(self.rest_until);
-                if now >= self.claims_wait_until() && (quiet || patience_ended) {
-                    self.apart = Apart::Clearing { since: now };
+                let Some(oldest) = self.suspects.values().min_by_key(|s| s.since) else { return };
+                let (lane, since) = (oldest.lane, oldest.since);
+                let quiet = self.is_idle(lane) && self.lanes[lane].shards.iter().all(|s| s.dry);
+                let patience_ended = now >= since.plus(SUSPECT_PATIENCE).max(self.rest_until);
+                if now >= self.lanes[lane].claim_trouble.until && (quiet || patience_ended) {
+                    self.apart = Apart::Clearing { lane, since: now };
                     self.advance_suspects(now);
                 }
             }
-            Apart::Clearing { since } if idle => self.claim_suspects(since, now),
-            Apart::Serving { since, claimed: true } if idle => {
-                if self.suspects.is_empty() || now >= since.plus(SERVING) {
+            Apart::Clearing { lane, since }
+                if self.lanes[lane].claims == 0 && (self.is_idle(lane) || now >= since.plus(CLEARING)) =>
+            {
+                self.claim_suspects(lane, since, now);
+            }
+            Apart::Serving { lane, since, claimed: true } if self.is_idle(lane) => {
+                if self.suspects.values().all(|s| s.lane != lane) || now >= since.plus(SERVING) {
                     self.rest(since, now);
                     self.advance_suspects(now);
                 } else {
-                    self.claim_suspects(since, now);
+                    self.claim_suspects(lane, since, now);
                 }
             }
-            // Something is held that does not come to its end: the others have waited long enough.
-            Apart::Clearing { since } | Apart::Serving { since, .. } if now >= since.plus(self.longest_lease()) => {
+            // Something is held that does not come to its end: the others of the lane have waited long enough.
+            Apart::Serving { lane, since, .. } if now >= since.plus(self.lanes[lane].settings.lease) => {
                 self.rest(since, now);
             }
             _ => {}
         }
+    }
+
+    fn is_idle(&self, lane: usize) -> bool {
+        self.lanes[lane].claims == 0 && self.held.values().all(|held| held.lane != lane)
     }
 
     /// At most a tenth of the time, while there is other work.
@@ -45,26 +54,16 @@ impl Core {
         self.apart = Apart::No;
     }
 
-    pub(super) fn longest_lease(&self) -> Duration {
-        self.lanes.iter().map(|lane| lane.settings.lease).max().unwrap_or_default()
-    }
-
-    /// All lanes share one database: while it is in trouble, the trouble of one is the trouble of all.
-    pub(super) fn claims_wait_until(&self) -> Tick {
-        self.lanes.iter().map(|lane| lane.claim_trouble.until).max().unwrap_or_default()
-    }
-
-    fn claim_suspects(&mut self, since: Tick, now: Tick) {
-        let Some((lane, shard, suspicion)) =
-            self.suspects.values().min_by_key(|s| s.since).map(|s| (s.lane, s.shard, s.suspicion))
-        else {
+    fn claim_suspects(&mut self, lane: usize, since: Tick, now: Tick) {
+        let of_lane = self.suspects.values().filter(|s| s.lane == lane);
+        let Some((shard, suspicion)) = of_lane.min_by_key(|s| s.since).map(|s| (s.shard, s.suspicion)) else {
             self.apart = Apart::No;
             return;
         };
         let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
         let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
         let ids: Vec<i64> = self.suspects.iter().filter(|(_, s)| alike(s)).map(|(id, _)| *id).take(group).collect();
-        self.apart = Apart::Serving { since, claimed: false };
+        self.apart = Apart::Serving { lane, since, claimed: false };
         let limit = ids.len() as u32;
         self.send_claim(lane, shard, From::Ids(ids), limit, now);
     }

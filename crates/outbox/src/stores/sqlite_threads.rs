@@ -1,0 +1,180 @@
+//! The threads that own SQLite's connections. The writer takes waiting requests into one commit. Every read has a
+//! transaction of its own, begun after it was asked for: what was committed and answered before, it sees.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
+
+use super::sqlite::SqliteTx;
+use crate::error::{Error, Kind, Result};
+
+/// Requests taken into one commit at most.
+const GROUP: usize = 64;
+
+/// A request for a connection thread; what it gives back is told to the requester after the commit.
+/// Without a connection there is no transaction: the request only learns of the error.
+pub(super) type Job = Box<dyn FnOnce(Option<&mut SqliteTx>) -> (bool, Finish) + Send>;
+pub(super) type Finish = Box<dyn FnOnce(Result<()>) + Send>;
+pub(super) type Queue = mpsc::Sender<Request>;
+
+pub(super) struct Request {
+    pub job: Job,
+    /// Claim and settle: many, and sure to succeed as long as the file does.
+    pub hot: bool,
+}
+
+/// The file as it was when it was opened. Deleted or moved, its writes would still succeed, into a file that nobody
+/// finds again.
+#[derive(Clone, Debug)]
+pub(super) struct OpenFile {
+    path: PathBuf,
+    #[cfg(unix)]
+    identity: (u64, u64),
+}
+
+impl OpenFile {
+    #[cfg(unix)]
+    pub fn at(path: &Path) -> Result<Self> {
+        let identity = identity(path).ok_or_else(|| gone(path))?;
+        // A relative path means this file even after the process has changed its folder.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Ok(OpenFile { path, identity })
+    }
+
+    #[cfg(unix)]
+    fn check(&self) -> Result<()> {
+        if identity(&self.path) == Some(self.identity) { Ok(()) } else { Err(gone(&self.path)) }
+    }
+
+    /// Elsewhere an open file can be neither deleted nor moved.
+    #[cfg(not(unix))]
+    pub fn at(path: &Path) -> Result<Self> {
+        Ok(OpenFile { path: path.to_owned() })
+    }
+
+    #[cfg(not(unix))]
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(unix)]
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
+}
+
+fn gone(path: &Path) -> Error {
+    let file = path.display();
+    Error::new(
+        Kind::Unavailable,
+        format!(
+            "the SQLite file {file} was deleted, moved or replaced while in use; nothing is written any more. Put the file back or restart on another one"
+        ),
+    )
+}
+
+fn still_there(file: Option<&OpenFile>) -> Result<()> {
+    file.map_or(Ok(()), OpenFile::check)
+}
+
+fn start(name: String, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let started = std::thread::Builder::new().name(name).spawn(run);
+    started.map(drop).map_err(|e| Error::new(Kind::Unreachable, format!("cannot start a thread: {e}")))
+}
+
+/// Starts the thread that writes. Waiting requests share one commit; a failed one is rolled back alone.
+pub(super) fn write(name: &str, mut tx: SqliteTx, file: Option<OpenFile>) -> Result<Queue> {
+    let (sender, requests) = mpsc::channel::<Request>();
+    start(name.to_owned(), move || {
+        while let Ok(first) = requests.recv() {
+            run_group(&mut tx, first, &requests, file.as_ref());
+        }
+    })?;
+    Ok(sender)
+}
+
+/// Starts a thread for each connection; whichever is free takes the next request.
+pub(super) fn read(name: &str, connections: Vec<SqliteTx>, file: Option<OpenFile>) -> Result<Queue> {
+    let (sender, requests) = mpsc::channel::<Request>();
+    let requests = Arc::new(Mutex::new(requests));
+    for (n, mut tx) in connections.into_iter().enumerate() {
+        let (requests, file) = (requests.clone(), file.clone());
+        start(format!("{name}-{n}"), move || {
+            loop {
+                let next = requests.lock().unwrap_or_else(|e| e.into_inner()).recv();
+                let Ok(request) = next else { return };
+                run_read(&mut tx, request, file.as_ref());
+            }
+        })?;
+    }
+    Ok(sender)
+}
+
+fn run_read(tx: &mut SqliteTx, request: Request, file: Option<&OpenFile>) {
+    let begun = still_there(file).and_then(|()| tx.batch("BEGIN"));
+    let (_, finish) = (request.job)(begun.is_ok().then_some(&mut *tx));
+    if begun.is_ok() && !tx.connection.is_autocommit() {
+        let _ = tx.batch("ROLLBACK"); // it changed nothing
+    }
+    finish(begun);
+}
+
+fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Request>, file: Option<&OpenFile>) {
+    let begin = "BEGIN IMMEDIATE";
+    let mut begun = tx.batch(begin);
+    let mut done: Vec<Finish> = Vec::with_capacity(4);
+    let mut next = Some(first);
+    let mut taken = 0;
+    while let Some(request) = next {
+        taken += 1;
+        // A savepoint lets a request fail without its neighbours, but every page is then copied before it changes. The
+        // first needs none, and the hot ones fail only when the file does.
+        let guarded = begun.is_ok() && !done.is_empty() && !request.hot;
+        if guarded {
+            let _ = tx.batch("SAVEPOINT request");
+        }
+        let (fine, finish) = (request.job)(if begun.is_ok() { Some(&mut *tx) } else { None });
+        if begun.is_ok() && tx.connection.is_autocommit() {
+            // The file is full or failed: SQLite has rolled all of it back by itself, savepoints included.
+            let lost =
+                Error::new(Kind::Unavailable, "SQLite rolled back: the disk is full or failed; nothing was changed");
+            done.drain(..).for_each(|finish| finish(Err(lost.clone())));
+            finish(if fine { Err(lost) } else { Ok(()) });
+            begun = tx.batch(begin);
+            next = if taken < GROUP { requests.try_recv().ok() } else { None };
+            continue;
+        }
+        match (&begun, guarded, fine) {
+            (Err(error), ..) => finish(Err(error.clone())),
+            (Ok(()), true, _) => {
+                let _ = tx.batch(if fine { "RELEASE request" } else { "ROLLBACK TO request; RELEASE request" });
+                done.push(finish);
+            }
+            (Ok(()), false, true) => done.push(finish),
+            (Ok(()), false, false) => {
+                let _ = tx.batch("ROLLBACK");
+                let neighbour =
+                    Error::new(Kind::Busy, "another request of the same commit failed; nothing was changed, try again");
+                done.drain(..).for_each(|finish| finish(Err(neighbour.clone())));
+                finish(Ok(())); // it knows its own error
+                begun = tx.batch(begin);
+            }
+        }
+        next = if taken < GROUP { requests.try_recv().ok() } else { None };
+    }
+    let ended = begun.and_then(|()| commit(tx, file));
+    for finish in done {
+        finish(ended.clone());
+    }
+}
+
+fn commit(tx: &SqliteTx, file: Option<&OpenFile>) -> Result<()> {
+    let roll_back = |error: Error| {
+        let _ = tx.batch("ROLLBACK");
+        error
+    };
+    still_there(file).map_err(roll_back)?;
+    // Busy and a full disk are definite; an I/O error at the commit is not.
+    let definite = |e: &Error| matches!(e.kind, Kind::Busy | Kind::Unavailable);
+    tx.batch("COMMIT").map_err(|e| roll_back(if definite(&e) { e } else { e.unknown() }))
+}

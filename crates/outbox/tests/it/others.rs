@@ -1,0 +1,519 @@
+//! Beside others: somebody else's locks and open transactions, readers that never pause, a lane, a target or a row in
+//! trouble. None of it may cost the rest anything.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postrider::decide::Budgets;
+use postrider::error::{Effect, Kind};
+use postrider::lease::Lease;
+use postrider::outcome::{GiveBack, LeaseState, Outcome, Settled, Settlement, Verdict};
+use postrider::store::{Mode, Status, transact};
+use postrider::tx::{Dialect, Tx};
+use postrider::worker::core::LaneSettings;
+use postrider::{
+    Courier, Enqueued, LaneRules, Lanes, NewMessage, OnSettled, Options, Outbox, Winner, Worker, courier, open,
+};
+
+use crate::harness::{Database, created, dead, lanes, on_every_store, retry, secs, until};
+
+on_every_store! {
+    p3_a_row_that_another_session_has_locked_costs_the_others_nothing,
+    what_is_given_up_is_over_on_the_server_too,
+    p9_a_caller_told_that_a_key_exists_stops_no_worker,
+    p9_a_caller_told_that_an_active_key_exists_costs_no_lease,
+    p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting,
+    p8_callers_told_the_same_do_not_wait_for_each_other,
+    p8_a_refused_enqueue_from_sql_leaves_no_key_behind,
+    a_read_sees_what_was_committed_before_it_was_asked,
+    a_pool_in_use_is_told_as_such_and_in_time,
+    p7_what_was_due_before_1970_is_due,
+    p6_a_part_that_panics_costs_one_entry,
+    p11_a_stop_in_the_last_attempt_ends_nothing,
+    p7_what_expires_while_it_waits_is_not_sent,
+    a_suspect_of_one_lane_holds_up_no_other,
+    twins_that_wait_leave_room_for_others,
+    release_of_expired_leases_leaves_alone_what_was_taken_over,
+}
+
+/// `SELECT … FOR UPDATE`, in a transaction that stays open.
+async fn lock(db: &Database, table: &str) -> crate::harness::Raw {
+    let mut session = db.raw().await;
+    session.run("BEGIN").await.unwrap();
+    session.run(&format!("SELECT 1 FROM {table} FOR UPDATE")).await.unwrap();
+    session
+}
+
+async fn p3_a_row_that_another_session_has_locked_costs_the_others_nothing(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // it has no locks on rows
+    }
+    let store = db.outbox.store();
+    for (lane, verdict) in
+        [("a", Verdict::sent()), ("audited", Verdict::sent()), ("b", retry(secs(5))), ("fleeting", dead("BAD"))]
+    {
+        for n in 0..10 {
+            db.put(lane, &n.to_string()).await;
+        }
+        let claimed = db.claim(lane, "w", 10).await;
+        let leases: Vec<Lease> = claimed.iter().map(|m| m.lease()).collect();
+        let mut session = lock(&db, &format!("outbox WHERE id = {}", claimed[3].id)).await;
+
+        let mut expected = vec![LeaseState::Held; 10];
+        expected[3] = LeaseState::Locked;
+        assert_eq!(store.renew("w", &leases, secs(60)).await.unwrap(), expected, "{lane}");
+        let lost = Lease { token: leases[3].token + 1, ..leases[3] };
+        assert_eq!(store.renew("w", &[lost], secs(60)).await.unwrap(), [LeaseState::Lost]);
+        assert_eq!(store.defer("w", &leases[3..5], &GiveBack::now()).await.unwrap(), expected[3..5]);
+
+        let left: Vec<Settlement> = (leases.iter().enumerate())
+            .filter(|(n, _)| *n != 4)
+            .map(|(_, lease)| Settlement::new(*lease, verdict.clone()))
+            .collect();
+        let answers = store.settle(lane, "w", &left).await.unwrap();
+        let mut expected = vec![Settled::Applied; 9];
+        expected[3] = Settled::Locked;
+        assert_eq!(answers, expected, "{lane}");
+        session.run("COMMIT").await.unwrap();
+        assert_eq!(store.settle(lane, "w", &left[3..4]).await.unwrap(), [Settled::Applied], "{lane}");
+    }
+}
+
+async fn what_is_given_up_is_over_on_the_server_too(db: Database) {
+    if db.dialect != Dialect::Postgres {
+        return; // MySQL ends what waits for a lock by itself, after a second
+    }
+    let id = created(db.enqueue(NewMessage::new("a", "x").key("k")).await);
+    let mut session = db.raw().await;
+    session.run("BEGIN").await.unwrap();
+    session.run(&format!("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE; SELECT {id}")).await.unwrap();
+    let claim = crate::harness::claim_of("a", "w", 1, secs(60), postrider::store::From::Mark(None));
+    for _ in 0..3 {
+        let error = db.outbox.store().claim(&claim).await.unwrap_err();
+        assert_eq!((error.kind, error.effect), (Kind::Locked, Effect::NotApplied), "{error}");
+    }
+    let waiting = "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    assert_eq!(db.count(waiting).await, 0);
+    session.run("ROLLBACK").await.unwrap();
+    assert_eq!(db.claim_one("a", "w").await.id, id);
+}
+
+/// A transaction of an application's own, with its default isolation.
+async fn enqueue_and_stay_open(db: &Database, message: NewMessage) -> (crate::harness::Raw, Enqueued) {
+    let mut session = db.raw().await;
+    session.run("BEGIN").await.unwrap();
+    let entry = match &mut session {
+        crate::harness::Raw::Sqlite(_) => unreachable!("not for SQLite"),
+        crate::harness::Raw::Postgres(client) => db.outbox.enqueue_in(client, &[message]).await,
+        crate::harness::Raw::Mysql(conn) => db.outbox.enqueue_in(conn, &[message]).await,
+    };
+    let outcome = entry.unwrap().entries()[0].outcome;
+    (session, outcome)
+}
+
+/// What a worker needs of a message: renewed, then settled.
+async fn renewed_and_settled(db: &Database, lease: Lease) -> (LeaseState, Settled) {
+    let store = db.outbox.store();
+    let renewed = store.renew("w", &[lease], secs(60)).await.unwrap()[0];
+    (renewed, store.settle("a", "w", &[Settlement::new(lease, Verdict::sent())]).await.unwrap()[0])
+}
+
+async fn p9_a_caller_told_that_a_key_exists_stops_no_worker(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // a caller's transaction is the only writer while it is open
+    }
+    for n in 0..2 {
+        let message = || NewMessage::new("a", "x").key(format!("k{n}"));
+        let id = created(db.enqueue(message()).await);
+        let (mut session, outcome) = match n {
+            0 => enqueue_and_stay_open(&db, message()).await,
+            _ => call_and_stay_open(&db, &format!("k{n}")).await,
+        };
+        assert_eq!(outcome, Enqueued::Exists);
+        let claimed = db.claim_one("a", "w").await;
+        assert_eq!(claimed.id, id);
+        assert_eq!(renewed_and_settled(&db, claimed.lease()).await, (LeaseState::Held, Settled::Applied));
+        session.run("COMMIT").await.unwrap();
+    }
+}
+
+/// The same by the database's own function.
+async fn call_and_stay_open(db: &Database, key: &str) -> (crate::harness::Raw, Enqueued) {
+    use mysql_async::prelude::Queryable;
+    let mut session = db.raw().await;
+    session.run("BEGIN").await.unwrap();
+    let outcome: String = match &mut session {
+        crate::harness::Raw::Sqlite(_) => unreachable!("not for SQLite"),
+        crate::harness::Raw::Postgres(client) => {
+            let sql = "SELECT outcome FROM postrider_enqueue('a', 'x'::bytea, key => $1)";
+            client.query_one(sql, &[&key]).await.unwrap().get(0)
+        }
+        crate::harness::Raw::Mysql(conn) => {
+            let call = format!("CALL postrider_enqueue('a', 'x', '{key}', NULL, NULL, NULL, @id, @outcome)");
+            conn.query_drop(call).await.unwrap();
+            conn.query_first("SELECT @outcome").await.unwrap().unwrap()
+        }
+    };
+    (session, if outcome == "exists" { Enqueued::Exists } else { Enqueued::Created })
+}
+
+async fn p9_a_caller_told_that_an_active_key_exists_costs_no_lease(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return;
+    }
+    let ids = [created(db.enqueue(NewMessage::new("a", "x").active_key("k")).await), db.put("a", "y").await];
+    let (mut session, outcome) = enqueue_and_stay_open(&db, NewMessage::new("a", "x").active_key("k")).await;
+    assert_eq!(outcome, Enqueued::Exists);
+    let claimed = db.claim("a", "w", 10).await;
+    assert_eq!(claimed.iter().map(|m| m.id).collect::<Vec<_>>(), ids);
+    let leases: Vec<Lease> = claimed.iter().map(|m| m.lease()).collect();
+    let store = db.outbox.store();
+    assert_eq!(store.renew("w", &leases, secs(60)).await.unwrap(), [LeaseState::Held; 2]);
+    let sent: Vec<Settlement> = leases.iter().map(|lease| Settlement::new(*lease, Verdict::sent())).collect();
+    let answers = store.settle("a", "w", &sent).await.unwrap();
+    // MySQL keeps a lock on the key's entry for the caller: its message waits for that, renewed, and no other does.
+    let first = if db.dialect == Dialect::Mysql { Settled::Locked } else { Settled::Applied };
+    assert_eq!(answers, [first, Settled::Applied]);
+    session.run("COMMIT").await.unwrap();
+    if first == Settled::Locked {
+        assert_eq!(store.renew("w", &leases[..1], secs(60)).await.unwrap(), [LeaseState::Held]);
+        assert_eq!(store.settle("a", "w", &sent[..1]).await.unwrap(), [Settled::Applied]);
+    }
+    assert_eq!(db.counts().await[..2], [0, 2]);
+}
+
+async fn p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return;
+    }
+    db.put_sent(NewMessage::new("a", "x").key("k")).await;
+    let (mut session, outcome) = enqueue_and_stay_open(&db, NewMessage::new("a", "x").key("k")).await;
+    assert_eq!(outcome, Enqueued::Exists);
+    for lane in ["a", "b", "sharded"] {
+        assert!(db.put(lane, "new").await > 0);
+        created(db.enqueue(NewMessage::new(lane, "new").active_key("other")).await);
+    }
+    session.run("COMMIT").await.unwrap();
+}
+
+async fn p8_callers_told_the_same_do_not_wait_for_each_other(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return;
+    }
+    let known = || NewMessage::new("a", "x").key("known");
+    created(db.enqueue(known()).await);
+    let (mut one, first) = enqueue_and_stay_open(&db, known()).await;
+    let (mut other, second) = enqueue_and_stay_open(&db, known()).await;
+    assert_eq!((first, second), (Enqueued::Exists, Enqueued::Exists));
+    assert_eq!(db.enqueue(known()).await.outcome, Enqueued::Exists);
+    one.run("COMMIT").await.unwrap();
+    other.run("COMMIT").await.unwrap();
+}
+
+/// Key and message are one transaction, also for a caller who has none.
+async fn p8_a_refused_enqueue_from_sql_leaves_no_key_behind(db: Database) {
+    let (refuse, call) = match db.dialect {
+        Dialect::Sqlite => return,
+        Dialect::Postgres => (
+            "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no'; END $$;
+             CREATE TRIGGER no BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION no()",
+            "SELECT postrider_enqueue('a', 'x'::bytea, key => 'k')",
+        ),
+        Dialect::Mysql => (
+            "CREATE TRIGGER no BEFORE INSERT ON outbox FOR EACH ROW SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'no'",
+            "CALL postrider_enqueue('a', 'x', 'k', NULL, NULL, NULL, @id, @outcome)",
+        ),
+    };
+    let mut session = db.raw().await;
+    session.run(refuse).await.unwrap();
+    assert!(session.run(call).await.unwrap_err().contains("no"));
+    assert_eq!(db.counts().await, [0, 0, 0, 0]);
+    session
+        .run(if db.dialect == Dialect::Mysql { "DROP TRIGGER no" } else { "DROP TRIGGER no ON outbox" })
+        .await
+        .unwrap();
+    session.run(call).await.unwrap();
+    assert_eq!(db.counts().await, [1, 0, 1, 0]);
+}
+
+/// Whatever others read meanwhile, and for however long.
+async fn a_read_sees_what_was_committed_before_it_was_asked(db: Database) {
+    let stop = Arc::new(AtomicBool::new(false));
+    let readers: Vec<_> = (0..8)
+        .map(|n| {
+            let (outbox, stop) = (db.outbox.clone(), stop.clone());
+            let mode = [Mode::Read, Mode::Look, Mode::Count][n % 3];
+            tokio::spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    transact(&**outbox.store(), mode, |tx| Box::pin(slow_read(tx))).await.unwrap();
+                }
+            })
+        })
+        .collect();
+    for n in 0..200 {
+        let id = db.put("a", &n.to_string()).await;
+        assert!(db.outbox.show(id).await.unwrap().is_some(), "message {id} is not seen right after its enqueue");
+        let found = db.outbox.payload(id).await.unwrap();
+        assert_eq!(found.as_deref(), Some(n.to_string().as_bytes()));
+    }
+    stop.store(true, Ordering::Relaxed);
+    for reader in readers {
+        reader.await.unwrap();
+    }
+}
+
+/// Looks at the table, dawdles, and looks again.
+async fn slow_read(tx: &mut (dyn Tx + Send)) -> postrider::Result<()> {
+    tx.query("SELECT COUNT(*) FROM outbox", &[]).await?;
+    for _ in 0..20 {
+        let sql = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 500) SELECT MAX(i) FROM n";
+        tx.query(sql, &[]).await?;
+    }
+    tx.query("SELECT COUNT(*) FROM outbox", &[]).await.map(drop)
+}
+
+async fn a_pool_in_use_is_told_as_such_and_in_time(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // one writer, and requests wait for it
+    }
+    let options = Options { connections: 1, deadline: Duration::from_millis(600), ..Options::default() };
+    let outbox = Outbox::new(open(&db.url, lanes(), options).await.unwrap());
+    let sleep = if db.dialect == Dialect::Mysql { "SELECT SLEEP(3)" } else { "SELECT pg_sleep(3)" };
+    let reader = tokio::spawn({
+        let outbox = outbox.clone();
+        async move {
+            transact(&**outbox.store(), Mode::Read, move |tx| Box::pin(async move { tx.query(sleep, &[]).await })).await
+        }
+    });
+    tokio::task::yield_now().await;
+    let error = loop {
+        // Until the reader has the connection.
+        match outbox.enqueue(vec![NewMessage::new("b", "x").key("k")]).await {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((error.kind, error.effect), (Kind::Overloaded, Effect::NotApplied), "{error}");
+    let error = reader.await.unwrap().unwrap_err();
+    assert_eq!((error.kind, error.effect), (Kind::Timeout, Effect::NotApplied), "a read changes nothing: {error}");
+}
+
+async fn p7_what_was_due_before_1970_is_due(db: Database) {
+    let id = db.put("a", "x").await;
+    let due = if db.dialect == Dialect::Sqlite { "-1000000" } else { "'1960-01-02 03:04:05'" };
+    db.raw().await.run(&format!("UPDATE outbox SET due_at = {due} WHERE id = {id}")).await.unwrap();
+    assert_eq!(db.walk("a", None, 10).await, [id]);
+    assert_eq!(db.claim_one("a", "w").await.id, id);
+}
+
+struct Panics;
+
+#[async_trait]
+impl OnSettled for Panics {
+    async fn on_settled(&self, _: &mut (dyn Tx + Send), winners: &[Winner]) -> postrider::Result<()> {
+        assert!(winners.iter().all(|w| w.payload.as_ref() != b"bad"), "a fault of the part's");
+        Ok(())
+    }
+}
+
+async fn p6_a_part_that_panics_costs_one_entry(db: Database) {
+    let rules = LaneRules { on_settled: Some(Arc::new(Panics)), ..LaneRules::default() };
+    let db = db.again(Lanes::new().with("a", rules)).await;
+    for payload in ["good", "bad", "fine"] {
+        db.put("a", payload).await;
+    }
+    let claimed = db.claim("a", "w", 3).await;
+    let entries: Vec<Settlement> = claimed.iter().map(|m| Settlement::new(m.lease(), Verdict::sent())).collect();
+    let answers = db.outbox.store().settle("a", "w", &entries).await.unwrap();
+    assert_eq!(answers, [Settled::Applied, Settled::Refused, Settled::Applied]);
+    assert!(db.put("a", "later").await > 0, "whoever panicked took nobody along");
+}
+
+/// Never ends a delivery by itself; says how many were begun.
+fn hanging(begun: &Arc<AtomicUsize>) -> Arc<dyn Courier> {
+    let begun = begun.clone();
+    Arc::new(courier(move |_| {
+        begun.fetch_add(1, Ordering::SeqCst);
+        std::future::pending::<Outcome>()
+    }))
+}
+
+async fn p11_a_stop_in_the_last_attempt_ends_nothing(db: Database) {
+    for lane in ["a", "careful"] {
+        let id = db.put(lane, "x").await;
+        let begun = Arc::new(AtomicUsize::new(0));
+        let budgets = Budgets { max_attempts: 1, ..Budgets::default() };
+        let settings = LaneSettings { budgets, ..LaneSettings::new(lane) };
+        let seen = begun.clone();
+        Worker::new(db.outbox.clone())
+            .lane_with(settings, hanging(&begun))
+            .drain(Duration::from_millis(200))
+            .run(until(async move || seen.load(Ordering::SeqCst) == 1))
+            .await
+            .unwrap();
+        let shown = db.show(id).await;
+        assert_eq!((shown.status, shown.attempts), (Status::Pending, 0), "{shown:?}");
+        assert_eq!(shown.last_error_code.as_deref(), Some("SHUTDOWN"));
+        assert!(shown.maybe_sent, "its request was under way");
+        assert_eq!(db.claim_one(lane, "w").await.crashes, 0, "nobody crashed");
+    }
+}
+
+async fn p7_what_expires_while_it_waits_is_not_sent(db: Database) {
+    let first = db.put("a", "first").await;
+    let now = db.show(first).await.created_at;
+    let message = NewMessage::new("a", "second").deliver_before(now.plus(Duration::from_millis(1500)));
+    let second = created(db.enqueue(message).await);
+    let sent = Arc::new(AtomicUsize::new(0));
+    let slow = {
+        let sent = sent.clone();
+        courier(move |_| {
+            let n = sent.fetch_add(1, Ordering::SeqCst);
+            async move {
+                if n == 0 {
+                    tokio::time::sleep(Duration::from_millis(2500)).await;
+                }
+                Outcome::sent()
+            }
+        })
+    };
+    // Both are claimed at once; the second waits for the only slot.
+    let settings = LaneSettings { concurrency: 1, batch: 8, ..LaneSettings::new("a") };
+    Worker::new(db.outbox.clone())
+        .lane_with(settings, Arc::new(slow))
+        .once()
+        .run(std::future::pending())
+        .await
+        .unwrap();
+    assert_eq!(db.status(first).await, Status::Sent);
+    let shown = db.show(second).await;
+    assert_eq!((shown.status, shown.last_error_code.as_deref()), (Status::Dead, Some("EXPIRED")), "{shown:?}");
+    assert_eq!(sent.load(Ordering::SeqCst), 1);
+}
+
+async fn a_suspect_of_one_lane_holds_up_no_other(db: Database) {
+    let suspect = db.put("a", "killed two workers").await;
+    let lease = if db.dialect == Dialect::Sqlite { "1" } else { "'2001-01-01 00:00:00'" };
+    let sql = format!("UPDATE outbox SET crashes = 2, locked_by = 'gone', lease_until = {lease} WHERE id = {suspect}");
+    db.raw().await.run(&sql).await.unwrap();
+    db.put("b", "hangs").await;
+    let begun = Arc::new(AtomicUsize::new(0));
+    let fine = || Arc::new(courier(|_| async { Outcome::sent() }));
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let worker = Worker::new(db.outbox.clone())
+        .lane_with(LaneSettings::new("a"), fine())
+        .lane_with(LaneSettings::new("b"), hanging(&begun))
+        .lane_with(LaneSettings::new("orders"), fine())
+        .drain(Duration::from_millis(100));
+    let worker = tokio::spawn(worker.run(async { drop(stopped.await) }));
+    until(async || begun.load(Ordering::SeqCst) == 1).await;
+    // Served although another lane has something under way, and while it waited, the third lane went on.
+    let mut put = 0;
+    until(async || {
+        let id = db.put("orders", "x").await;
+        put += 1;
+        until(async || db.status(id).await == Status::Sent).await;
+        db.status(suspect).await == Status::Sent
+    })
+    .await;
+    assert!(put > 0);
+    stop.send(()).unwrap();
+    worker.await.unwrap().unwrap();
+}
+
+async fn twins_that_wait_leave_room_for_others(db: Database) {
+    let twins = (0..200).map(|_| NewMessage::new("dedup", "the same").target("dead"));
+    let others = (0..10).map(|n| NewMessage::new("dedup", format!("other {n}")).target(format!("t{n}")));
+    db.outbox.enqueue(twins.chain(others).collect()).await.unwrap();
+    let delivered = Arc::new(AtomicUsize::new(0));
+    let seen = delivered.clone();
+    let targets = courier(move |message| {
+        let (dead, delivered) = (message.target.as_deref() == Some("dead"), delivered.clone());
+        async move {
+            if dead {
+                std::future::pending::<()>().await;
+            }
+            delivered.fetch_add(1, Ordering::SeqCst);
+            Outcome::sent()
+        }
+    });
+    Worker::new(db.outbox.clone())
+        .lane("dedup", targets)
+        .drain(Duration::from_millis(100))
+        .run(until(async move || seen.load(Ordering::SeqCst) == 10))
+        .await
+        .unwrap();
+}
+
+async fn release_of_expired_leases_leaves_alone_what_was_taken_over(db: Database) {
+    for n in 0..3 {
+        db.put("a", &n.to_string()).await;
+    }
+    let old = db.claim("a", "gone", 3).await;
+    db.advance(secs(61));
+    let taken = db.claim_ids("a", "w", &[old[1].id]).await;
+    assert_eq!(taken.len(), 1);
+    let released = db.outbox.release_expired(None, 100).await.unwrap();
+    assert_eq!(released, [old[0].id, old[2].id]);
+    assert_eq!(db.status(old[1].id).await, Status::Leased);
+    assert!(db.renew("w", taken[0].lease()).await);
+    assert_eq!(db.settle("a", "gone", old[0].lease(), Verdict::sent()).await, Settled::LeaseLost, "its token is over");
+    assert!(db.show(old[0].id).await.maybe_sent);
+    assert_eq!(db.claim("a", "w", 10).await.len(), 2);
+}
+
+/// Whoever writes times by hand gets an error, and what an older version let in is put right.
+#[tokio::test]
+async fn a_time_that_is_no_number_is_refused_and_harms_nobody() {
+    crate::harness::with_database(crate::harness::sqlite().await, async |db: Database| {
+        let mut session = db.raw().await;
+        let insert = "INSERT INTO outbox (lane, payload, due_at) VALUES ('a', 'x', 1.5)";
+        assert!(session.run(insert).await.unwrap_err().contains("CHECK"));
+        session.run("INSERT INTO outbox (lane, payload, due_at) VALUES ('a', 'x', 1.0e15)").await.unwrap();
+        // As an older version let it in.
+        session.run(&format!("PRAGMA ignore_check_constraints = ON; {insert}")).await.unwrap();
+        let text = insert.replace("1.5", "'2020-01-02 03:04:05'");
+        session.run(&text).await.unwrap();
+        assert_eq!(db.outbox.stats().await.unwrap()["a"].pending, 3);
+        assert_eq!(db.walk("a", None, 10).await.len(), 2);
+        let (last, gone) = (db.put("b", "y").await, db.put("b", "z").await);
+        session
+            .run(&format!("DELETE FROM outbox WHERE id = {gone}; CREATE VIEW mine AS SELECT id FROM outbox"))
+            .await
+            .unwrap();
+        session.run("DELETE FROM postrider_migrations WHERE version = 7").await.unwrap();
+        drop(session);
+        db.outbox.migrate().await.unwrap();
+        assert_eq!(db.claim("a", "w", 10).await.len(), 3);
+        assert_eq!(db.claim_one("b", "w").await.id, last);
+        assert_eq!(db.put("b", "new").await, gone + 1, "an id is never used twice");
+        assert_eq!(db.count("mine").await, 5, "a view of the application's own still stands");
+    })
+    .await;
+}
+
+/// What would be written into a file that nobody finds again is refused.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_file_that_was_moved_or_replaced_takes_no_more_messages() {
+    crate::harness::with_database(crate::harness::sqlite().await, async |db: Database| {
+        let id = db.put("a", "x").await;
+        let path = std::path::PathBuf::from(db.url.strip_prefix("sqlite://").unwrap());
+        let moved = path.with_extension("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        for round in 0..2 {
+            let error = db.outbox.enqueue(vec![NewMessage::new("a", "lost")]).await.unwrap_err();
+            assert_eq!((error.kind, error.effect), (Kind::Unavailable, Effect::NotApplied), "{error}");
+            assert!(db.outbox.show(id).await.is_err(), "and health, which reads, sees it too");
+            if round == 0 {
+                std::fs::write(&path, "").unwrap(); // somebody puts another one in its place
+            }
+        }
+        std::fs::rename(&moved, &path).unwrap();
+        assert!(db.put("a", "again").await > id, "put back, it is the same file");
+        assert_eq!(db.count("outbox").await, 2);
+    })
+    .await;
+}
