@@ -20,9 +20,23 @@ pub fn wall() -> Timestamp {
 pub struct Tick(u64);
 
 impl Tick {
+    #[cfg(unix)]
     pub fn now() -> Tick {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        #[cfg(any(target_os = "linux", target_os = "android", target_os = "fuchsia", target_os = "openbsd"))]
+        let clock = rustix::time::ClockId::Boottime;
+        // macOS counts the time asleep in its monotonic clock; the others have no better one.
+        #[cfg(not(any(target_os = "linux", target_os = "android", target_os = "fuchsia", target_os = "openbsd")))]
+        let clock = rustix::time::ClockId::Monotonic;
+        let t = rustix::time::clock_gettime(clock);
         Tick(t.tv_sec as u64 * 1_000_000 + t.tv_nsec as u64 / 1000)
+    }
+
+    /// Windows counts the time asleep in `Instant`.
+    #[cfg(not(unix))]
+    pub fn now() -> Tick {
+        static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+        let start = START.get_or_init(std::time::Instant::now);
+        Tick::default().plus(Duration::from_secs(1) + start.elapsed())
     }
 
     pub const fn from_micros(micros: u64) -> Tick {
@@ -49,7 +63,10 @@ const MAX_NAME_BYTES: usize = 200;
 /// A name no other worker process ever has: `hostname:pid:incarnation`. The incarnation is random, because a restarted
 /// process may get the same pid.
 pub fn incarnation(name: Option<&str>) -> String {
+    #[cfg(unix)]
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    #[cfg(not(unix))]
+    let host = std::env::var("COMPUTERNAME").unwrap_or_else(|_| "host".to_owned());
     let name =
         name.map_or_else(|| format!("{host}:{}", std::process::id()), |id| format!("{id}:{}", std::process::id()));
     let mut short: String = name.chars().filter(|c| !c.is_control()).take(100).collect();

@@ -324,6 +324,22 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
     Ok(Pruned { messages, keys: prune_keys(tx, lane, prune).await? })
 }
 
+/// Audits older than this go, the oldest first, one bounded batch at a time; answers how many. Those without an end stay.
+pub(crate) async fn prune_audit(tx: &mut (dyn Tx + Send), older_than: Duration, limit: u32) -> Result<usize> {
+    let old = clock(tx).await?.minus(older_than);
+    let sql = format!(
+        "SELECT audit_id FROM (SELECT audit_id, created_at, status FROM write_audit ORDER BY audit_id LIMIT {limit}) oldest
+         WHERE created_at < ? AND status <> 'pending'"
+    );
+    let ids: Vec<i64> = tx.query(&sql, &[old.into()]).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    if !ids.is_empty() {
+        let mut params = Vec::new();
+        let list = in_ids(tx.dialect(), &ids, &mut params);
+        tx.execute(&format!("DELETE FROM write_audit WHERE audit_id {list}"), &params).await?;
+    }
+    Ok(ids.len())
+}
+
 /// What the database's clock says.
 pub(crate) async fn clock(tx: &mut (dyn Tx + Send)) -> Result<Timestamp> {
     let mut params = Vec::new();

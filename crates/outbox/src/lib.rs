@@ -34,6 +34,7 @@ pub mod worker;
 mod audit;
 mod cold;
 mod courier;
+mod examine;
 mod looking;
 mod migrate;
 mod outbox;

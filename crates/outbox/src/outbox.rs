@@ -445,6 +445,11 @@ impl Outbox {
         Ok(released)
     }
 
+    /// Deletes one batch of audits that ended this long ago; answers how many.
+    pub async fn prune_audit(&self, older_than: Duration, limit: u32) -> Result<usize> {
+        transact(&*self.store, Mode::Write, move |tx| Box::pin(cold::prune_audit(tx, older_than, limit))).await
+    }
+
     /// Live messages whose lease ran out and that nobody took yet.
     pub async fn expired_leases(&self, lane: Option<&str>, limit: u32) -> Result<Vec<i64>> {
         let lane = lane.map(str::to_owned);

@@ -46,6 +46,14 @@ pub enum Value {
     Times(Vec<Option<Timestamp>>),
 }
 
+impl Value {
+    /// Only PostgreSQL takes these; anywhere else they would be lost.
+    #[cfg(any(feature = "mysql", feature = "sqlx-mysql", feature = "sqlx-sqlite"))]
+    pub(crate) fn is_array(&self) -> bool {
+        matches!(self, Value::Ints(_) | Value::Texts(_) | Value::Blobs(_) | Value::Times(_))
+    }
+}
+
 macro_rules! value_from {
     ($($type:ty => $variant:ident),*) => {$(
         impl From<$type> for Value { fn from(v: $type) -> Value { Value::$variant(v.into()) } }

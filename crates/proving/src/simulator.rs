@@ -391,6 +391,7 @@ impl World {
             lease: LEASE,
             budgets,
             dedup: self.plan.dedup,
+            shards: vec![0],
             ..LaneSettings::new(LANE)
         };
         let settings = Settings {

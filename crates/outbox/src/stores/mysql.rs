@@ -80,7 +80,7 @@ fn bind(value: &Value) -> mysql_async::Value {
             let d = t.to_datetime();
             V::Date(d.year() as u16, u8::from(d.month()), d.day(), d.hour(), d.minute(), d.second(), d.microsecond())
         }
-        _ => V::NULL, // arrays are for PostgreSQL
+        _ => V::NULL, // arrays are refused by `run`
     }
 }
 
@@ -146,6 +146,9 @@ fn parse_datetime(text: &str) -> Value {
 
 /// Statements without values go as text, so that a list of ids of any length leaves no prepared statement behind.
 async fn run<Q: Queryable + Send>(conn: &mut Q, sql: &str, params: &[Value]) -> mysql_async::Result<(Vec<Row>, u64)> {
+    if params.iter().any(Value::is_array) {
+        return Err(mysql_async::Error::Other("a list of values was bound, which only PostgreSQL takes".into()));
+    }
     let mut rows = Vec::new();
     if params.is_empty() {
         let mut result = conn.query_iter(sql).await?;

@@ -593,6 +593,8 @@ impl Store for PostgresStore {
             client
                 .batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock(7305811283405)")
                 .await?;
+            // A change of a table that waits for somebody's lock keeps everybody behind it waiting.
+            client.batch_execute("SET LOCAL lock_timeout = '5s'").await?;
             client.batch_execute(migrate::BOOKKEEPING).await?;
             let rows = client.query("SELECT version FROM postrider_migrations", &[]).await?;
             rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()

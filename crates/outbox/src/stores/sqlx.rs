@@ -23,6 +23,7 @@ macro_rules! caller_tx {
 
             fn query<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
                 Box::pin(async move {
+                    refuse_arrays($dialect, params)?;
                     let statement = ::sqlx::query(AssertSqlSafe($sql(sql))).persistent($persistent);
                     let statement = params.iter().fold(statement, $bind);
                     let rows = statement.fetch_all(self).await.map_err(|e| $classify(&e))?;
@@ -34,6 +35,7 @@ macro_rules! caller_tx {
 
             fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
                 Box::pin(async move {
+                    refuse_arrays($dialect, params)?;
                     let statement = ::sqlx::query(AssertSqlSafe($sql(sql))).persistent($persistent);
                     let statement = params.iter().fold(statement, $bind);
                     Ok(statement.execute(self).await.map_err(|e| $classify(&e))?.rows_affected())
@@ -43,13 +45,23 @@ macro_rules! caller_tx {
     };
 }
 
+/// Only PostgreSQL takes a list as one value; elsewhere it would be lost.
+fn refuse_arrays(dialect: Dialect, params: &[Value]) -> Result<()> {
+    #[cfg(any(feature = "mysql", feature = "sqlx-mysql", feature = "sqlx-sqlite"))]
+    if dialect != Dialect::Postgres && params.iter().any(Value::is_array) {
+        return Err(Error::database("a list of values was bound, which only PostgreSQL takes"));
+    }
+    let _ = (dialect, params);
+    Ok(())
+}
+
 /// What sqlx says, in our words; `kind` knows the database's own codes.
 fn classify(product: &str, error: &::sqlx::Error, kind: impl FnOnce(&dyn DatabaseError) -> Kind) -> Error {
     use ::sqlx::Error as E;
     let kind = match error {
         E::Database(db) => kind(db.as_ref()),
         E::Io(_) | E::Tls(_) | E::PoolClosed | E::WorkerCrashed => Kind::Unreachable,
-        E::PoolTimedOut => Kind::Busy,
+        E::PoolTimedOut => Kind::Overloaded,
         _ => Kind::Database,
     };
     let text = error.as_database_error().map_or_else(|| error.to_string(), |db| db.message().to_owned());

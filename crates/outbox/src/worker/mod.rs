@@ -26,6 +26,8 @@ use crate::store::{Prune, Store};
 
 const TELL_EVERY: Duration = Duration::from_millis(500);
 const STRAYS_EVERY: Duration = Duration::from_secs(3);
+/// Audits are kept this long, whatever became of their messages.
+const AUDIT_RETENTION: Duration = Duration::from_secs(400 * 24 * 3600);
 
 /// What a worker did, per lane.
 pub type Report = Vec<(String, Tally)>;
@@ -215,6 +217,9 @@ async fn sweep(outbox: Outbox) {
             .filter(|(_, rules)| rules.owned_by.is_none())
             .map(|(lane, rules)| (lane.to_owned(), rules.retention))
             .collect();
+        if let Err(error) = outbox.prune_audit(AUDIT_RETENTION, 1000).await {
+            tracing::warn!(%error, "old audits could not be deleted; it will be tried again");
+        }
         for (lane, retention) in lanes {
             // Zero keeps no sent rows at all, and the dead until somebody purges them; expired keys go in any case.
             let retention = if retention.is_zero() { Duration::from_secs(3650 * 24 * 3600) } else { retention };

@@ -36,6 +36,8 @@ on_every_store! {
     a_suspect_of_one_lane_holds_up_no_other,
     twins_that_wait_leave_room_for_others,
     release_of_expired_leases_leaves_alone_what_was_taken_over,
+    the_doctor_finds_what_waits_in_vain,
+    audits_go_when_they_are_old,
 }
 
 /// `SELECT … FOR UPDATE`, in a transaction that stays open.
@@ -462,6 +464,58 @@ async fn release_of_expired_leases_leaves_alone_what_was_taken_over(db: Database
     assert_eq!(db.settle("a", "gone", old[0].lease(), Verdict::sent()).await, Settled::LeaseLost, "its token is over");
     assert!(db.show(old[0].id).await.maybe_sent);
     assert_eq!(db.claim("a", "w", 10).await.len(), 2);
+}
+
+async fn the_doctor_finds_what_waits_in_vain(db: Database) {
+    use postrider::doctor::{Check, Examine};
+    let found = async |stood: Duration| {
+        let cases = db.outbox.look(stood).await.unwrap();
+        let mut found: Vec<(Check, i64)> = cases.iter().map(|case| (case.ailment.check, case.id)).collect();
+        found.sort_unstable();
+        found
+    };
+    assert_eq!(found(Duration::ZERO).await, []);
+    let nobody = db.put("a", "nobody takes it").await;
+    let paused = db.put("b", "its lane is paused").await;
+    db.outbox.pause("b").await.unwrap();
+    let taken = db.put("orders", "its worker died").await;
+    db.claim_ids("orders", "gone", &[taken]).await;
+    let fell = db.put("careful", "its token fell").await;
+    db.claim_ids("careful", "w", &[fell]).await;
+    db.advance(secs(61));
+    db.claim_ids("careful", "other", &[fell]).await;
+    let mut session = db.raw().await;
+    session.run(&format!("UPDATE outbox SET lease_token = 1 WHERE id = {fell}")).await.unwrap();
+    let digest = if db.dialect == Dialect::Postgres { "''::bytea" } else { "''" };
+    let key = if db.dialect == Dialect::Mysql { "`key`" } else { "key" };
+    let later = if db.dialect == Dialect::Sqlite { "9000000000000000" } else { "'2100-01-01 00:00:00'" };
+    let sql = format!(
+        "INSERT INTO outbox_keys (lane, {key}, outbox_id, digest, expires_at) VALUES ('a', 'k', 0, {digest}, {later})"
+    );
+    session.run(&sql).await.unwrap();
+    let expected = [
+        (Check::WaitsInVain, taken),
+        (Check::UnservedShard, nobody),
+        (Check::TokenFell, fell),
+        (Check::KeyWithoutMessage, 0),
+    ];
+    assert_eq!(found(Duration::ZERO).await, expected, "not {paused}");
+    assert_eq!(found(secs(120)).await, expected[2..], "what has not stood for long may be passed through");
+    let cases = db.outbox.look(Duration::ZERO).await.unwrap();
+    let repaired = db.outbox.repair(&cases).await.unwrap();
+    assert_eq!(repaired.len(), 1);
+    assert_eq!(found(Duration::ZERO).await, expected[..3]);
+    created(db.enqueue(NewMessage::new("a", "x").key("k")).await);
+}
+
+async fn audits_go_when_they_are_old(db: Database) {
+    for n in 0..3 {
+        db.put_sent(NewMessage::new("audited", n.to_string())).await;
+    }
+    assert_eq!(db.outbox.prune_audit(secs(100), 10).await.unwrap(), 0);
+    db.advance(secs(101));
+    assert_eq!(db.outbox.prune_audit(secs(100), 2).await.unwrap(), 2);
+    assert_eq!(db.count("write_audit").await, 1);
 }
 
 /// Whoever writes times by hand gets an error, and what an older version let in is put right.

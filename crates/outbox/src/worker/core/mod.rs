@@ -649,13 +649,16 @@ impl Core {
         }
         match self.apart {
             Apart::No => {}
+            // A claim's answer comes by itself.
+            Apart::Clearing { lane, .. } if self.lanes[lane].claims > 0 => {}
             Apart::Clearing { since, .. } => at(since.plus(CLEARING)),
             Apart::Serving { lane, since, .. } => at(since.plus(self.lanes[lane].settings.lease)),
         }
         if self.apart == Apart::No
-            && let Some(suspect) = self.suspects.values().map(|s| s.since).min()
+            && let Some(oldest) = self.suspects.values().min_by_key(|s| s.since)
         {
-            at(suspect.plus(SUSPECT_PATIENCE).max(self.rest_until));
+            let trouble = self.lanes[oldest.lane].claim_trouble.until;
+            at(oldest.since.plus(SUSPECT_PATIENCE).max(self.rest_until).max(trouble));
         }
         next.max(now)
     }

@@ -1,0 +1,154 @@
+//! The kernel's own ailments: what waits and nobody looks at, tokens that fell, keys whose message never existed.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::cold;
+use crate::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
+use crate::error::Result;
+use crate::outbox::Outbox;
+use crate::store::{Mode, transact};
+use crate::time::Timestamp;
+use crate::tx::{Dialect, Row, Tx, Value};
+
+const PART: &str = "outbox";
+
+static UNSERVED: Ailment = Ailment {
+    check: Check::UnservedShard,
+    part: PART,
+    message: "messages are due, their lane is not paused, and nobody takes them",
+    advice: "start a worker that serves their lane and shard (`postrider serve`, or `postrider worker` without --shard)",
+};
+
+static UNKNOWN_LANE: Ailment = Ailment {
+    check: Check::WaitsInVain,
+    part: PART,
+    message: "messages wait on a lane that is registered nowhere",
+    advice: "add the lane to postrider.toml and run `postrider migrate`, then start a worker",
+};
+
+static ABANDONED: Ailment = Ailment {
+    check: Check::WaitsInVain,
+    part: PART,
+    message: "leases ran out, and nobody took the messages over",
+    advice: "start a worker; `postrider outbox release --expired` gives them back at once",
+};
+
+static UNREADABLE: Ailment = Ailment {
+    check: Check::UnreadableRow,
+    part: PART,
+    message: "rows whose due time is no time are never claimed",
+    advice: "correct their due_at by hand: microseconds since 1970, as a whole number",
+};
+
+static TOKEN_FELL: Ailment = Ailment {
+    check: Check::TokenFell,
+    part: PART,
+    message: "the lease token of a live message is lower than one it has had",
+    advice: "the table was restored or edited by hand: raise lease_token above the highest in outbox_attempts",
+};
+
+static KEY_ALONE: Ailment = Ailment {
+    check: Check::KeyWithoutMessage,
+    part: PART,
+    message: "idempotency keys are taken by messages that never existed (id 0)",
+    advice: "`postrider doctor --repair` frees them, so that their producers' next try creates the message",
+};
+
+#[async_trait]
+impl Examine for Outbox {
+    async fn look(&self, stood: Duration) -> Result<Vec<Case>> {
+        transact(&**self.store(), Mode::Look, move |tx| Box::pin(look(tx, stood))).await
+    }
+
+    async fn repair(&self, cases: &[Case]) -> Result<Vec<Case>> {
+        let mut repaired = Vec::new();
+        if cases.iter().any(|case| case.ailment == &KEY_ALONE) {
+            let sql = "DELETE FROM outbox_keys WHERE outbox_id = 0";
+            transact(&**self.store(), Mode::Write, move |tx| Box::pin(async move { tx.execute(sql, &[]).await }))
+                .await?;
+            repaired.extend(cases.iter().filter(|case| case.ailment == &KEY_ALONE).cloned());
+        }
+        Ok(repaired)
+    }
+}
+
+async fn look(tx: &mut (dyn Tx + Send), stood: Duration) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    let old = cold::clock(tx).await?.minus(stood);
+    let paused = cold::paused(tx).await?;
+    let known = cold::lane_names(tx).await?;
+    let mut lane: Option<String> = None;
+    // From lane to lane and from shard to shard, each by one look at the index.
+    while let Some(next) = next_lane(tx, lane.as_deref()).await? {
+        let mut shard: Option<i64> = None;
+        while let Some(found) = next_shard(tx, &next, shard).await? {
+            let (free, expired) = heads(tx, &next, found, old).await?;
+            if !known.contains(&next) {
+                push(&mut cases, &UNKNOWN_LANE, free);
+            } else if !paused.contains(&next) {
+                push(&mut cases, &UNSERVED, free);
+                push(&mut cases, &ABANDONED, expired);
+            }
+            if tx.dialect() == Dialect::Sqlite {
+                // Text is greater than every number.
+                let sql = format!(
+                    "SELECT id FROM outbox WHERE lane = ? AND shard_id = ? AND due_at > {} LIMIT {MOST_CASES}",
+                    i64::MAX
+                );
+                let params: [Value; 2] = [next.as_str().into(), found.into()];
+                push(&mut cases, &UNREADABLE, ids_of(tx.query(&sql, &params).await?)?);
+            }
+            shard = Some(found);
+        }
+        lane = Some(next);
+    }
+    let sql = format!(
+        "SELECT DISTINCT o.id FROM (SELECT outbox_id, lease_token FROM outbox_attempts ORDER BY id DESC LIMIT {MOST_CASES}) a
+         JOIN outbox o ON o.id = a.outbox_id WHERE a.lease_token > o.lease_token"
+    );
+    push(&mut cases, &TOKEN_FELL, ids_of(tx.query(&sql, &[]).await?)?);
+    if !tx.query("SELECT 1 FROM outbox_keys WHERE outbox_id = 0 LIMIT 1", &[]).await?.is_empty() {
+        cases.push(Case { ailment: &KEY_ALONE, id: 0 });
+    }
+    Ok(cases)
+}
+
+fn push(cases: &mut Vec<Case>, ailment: &'static Ailment, ids: Vec<i64>) {
+    cases.extend(ids.into_iter().map(|id| Case { ailment, id }));
+}
+
+fn ids_of(rows: Vec<Row>) -> Result<Vec<i64>> {
+    rows.iter().map(|row| row.int(0)).collect()
+}
+
+async fn next_lane(tx: &mut (dyn Tx + Send), after: Option<&str>) -> Result<Option<String>> {
+    let rows = match after {
+        None => tx.query("SELECT MIN(lane) FROM outbox", &[]).await?,
+        Some(lane) => tx.query("SELECT MIN(lane) FROM outbox WHERE lane > ?", &[lane.into()]).await?,
+    };
+    rows.first().map_or(Ok(None), |row| row.opt_text(0))
+}
+
+async fn next_shard(tx: &mut (dyn Tx + Send), lane: &str, after: Option<i64>) -> Result<Option<i64>> {
+    let sql = "SELECT MIN(shard_id) FROM outbox WHERE lane = ? AND shard_id > ?";
+    let rows = tx.query(sql, &[lane.into(), after.unwrap_or(i64::from(i32::MIN)).into()]).await?;
+    rows.first().map_or(Ok(None), |row| row.opt_int(0))
+}
+
+/// Of the first entries that have been due since `old`: those that are free, and those whose lease had run out by then.
+async fn heads(tx: &mut (dyn Tx + Send), lane: &str, shard: i64, old: Timestamp) -> Result<(Vec<i64>, Vec<i64>)> {
+    let sql = format!(
+        "SELECT id, lease_until FROM outbox WHERE lane = ? AND shard_id = ? AND due_at < ? ORDER BY due_at, id LIMIT {MOST_CASES}"
+    );
+    let (mut free, mut expired) = (Vec::new(), Vec::new());
+    for row in tx.query(&sql, &[lane.into(), shard.into(), old.into()]).await? {
+        match row.opt_time(1)? {
+            None => free.push(row.int(0)?),
+            Some(until) if until < old => expired.push(row.int(0)?),
+            Some(_) => {}
+        }
+    }
+    Ok((free, expired))
+}
