@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::alerts::{Alert, Alerts};
+use postrider::lease::Lease;
 use postrider::outcome::Verdict;
 use postrider::tx::Tx;
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
@@ -38,6 +39,8 @@ pub struct Book(Arc<Inner>);
 #[derive(Default)]
 struct Inner {
     tried: Mutex<HashMap<i64, Tried>>,
+    /// What a person said of an order, under the lease it was said with: two may speak of one order at once.
+    by_hand: Mutex<HashMap<Lease, Tried>>,
     rules: OnceLock<Rules>,
 }
 
@@ -67,13 +70,30 @@ impl Book {
         self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
     }
 
-    fn of(&self, id: i64) -> Option<Tried> {
-        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    pub(crate) fn keep_by_hand(&self, lease: Lease, tried: Tried) {
+        self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).insert(lease, tried);
+    }
+
+    pub(crate) fn forget_by_hand(&self, lease: Lease) {
+        self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).remove(&lease);
+    }
+
+    /// Orders it remembers something of.
+    #[doc(hidden)]
+    pub fn remembered(&self) -> usize {
+        let by_hand = self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).len();
+        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).len() + by_hand
+    }
+
+    fn of(&self, winner: &Winner) -> Option<Tried> {
+        let lease = Lease { id: winner.id, token: winner.lease_token };
+        let by_hand = self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).get(&lease).cloned();
+        by_hand.or_else(|| self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).get(&winner.id).cloned())
     }
 
     /// What the ledger is to say about a message that ends.
     fn finish(&self, winner: &Winner, key: &str, order: Option<&Order>, store_id: &str) -> Option<Finish> {
-        let tried = self.of(winner.id);
+        let tried = self.of(winner);
         let (event, reason) = match &winner.verdict {
             Verdict::Retry { .. } => return None,
             Verdict::Sent { .. } => (Event::Executed, tried.as_ref().and_then(|tried| tried.reason).map(str::to_owned)),
@@ -147,7 +167,7 @@ impl OnSettled for Book {
                 continue;
             }
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
-            let by = self.of(winner.id).map_or_else(by_worker, |tried| tried.by);
+            let by = self.of(winner).map_or_else(by_worker, |tried| tried.by);
             ledger::adopt(tx, key, digest).await?;
             if ledger::finish(tx, (key, winner.id), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;

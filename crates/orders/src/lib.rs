@@ -60,11 +60,13 @@ pub struct Settings {
     pub ledger_ttl: Duration,
     /// Workers that may die over an order before it is not tried again.
     pub max_crashes: u32,
+    /// Of [`lane_settings`]: after so many outcomes a broker that answers nonsense is not asked again.
+    pub max_attempts: u32,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { ledger_ttl: Duration::from_secs(48 * 3600), max_crashes: 5 }
+        Settings { ledger_ttl: Duration::from_secs(48 * 3600), max_crashes: 5, max_attempts: 6 }
     }
 }
 
@@ -87,6 +89,8 @@ pub fn lane_settings() -> LaneSettings {
     settings.budgets.max_attempts = 6;
     settings.budgets.backoff = Backoff::Table([5, 10, 20, 40, 80, 160].map(Duration::from_secs).to_vec());
     settings.budgets.keep_unresolved = true;
+    // Whatever their instrument, they all go to one broker.
+    settings.one_destination = true;
     settings
 }
 
@@ -122,6 +126,11 @@ impl Orders {
         book.open(book::Rules { ledger_ttl, store_id: rules_id, alerts: alerts.clone() });
         let outbox = outbox.owning(OWNER);
         Ok(Orders(Arc::new(Inner { outbox, settings, book, adapter, store_id, alerts })))
+    }
+
+    /// Reads the broker's credentials again; answers whether they are others now.
+    pub async fn renew_credentials(&self) -> bool {
+        self.0.adapter.renew().await
     }
 
     /// The id of an order, its own or ours.

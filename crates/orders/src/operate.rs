@@ -8,7 +8,7 @@ use postrider::{Error, OPERATOR, Result, clock};
 
 use crate::Orders;
 use crate::book::Tried;
-use crate::decide::{Event, Status, code};
+use crate::decide::{Event, SETTLED, Status, code};
 use crate::ledger::{self, By, Entry, LedgerEvent};
 use crate::result::Execution;
 
@@ -100,7 +100,7 @@ impl Orders {
             true => Verdict::Sent { result_ref: broker_ref.clone(), dedup_hit: false },
             false => Verdict::Dead {
                 code: reason,
-                error: "settled by hand".to_owned(),
+                error: SETTLED.to_owned(),
                 certainty: Certainty::Resolved,
                 counted: false,
             },
@@ -116,9 +116,9 @@ impl Orders {
             reason: executed.then_some(code::SETTLED_BY_HAND),
             by,
         };
-        self.0.book.keep(id, tried);
+        self.0.book.keep_by_hand(lease, tried);
         let settled = self.0.outbox.store().settle(&lane, &owner, &[Settlement::new(lease, verdict)]).await;
-        self.0.book.forget(id);
+        self.0.book.forget_by_hand(lease);
         match settled?.first() {
             Some(Settled::Applied) => {}
             other => return Ok(ByHand::Refused(format!("somebody else was faster: {other:?}"))),

@@ -182,6 +182,7 @@ pub(super) fn lane(
     let usual = lane_rules(&orders.book, orders.broker.idempotency());
     let usual = LaneRules { audit: keys.audit.unwrap_or(false), ..usual };
     let (rules, settings) = part_lane(place, keys, usual, lane_settings(), [common, environment])?;
-    orders.settings.max_crashes = settings.budgets.max_crashes;
+    (orders.settings.max_crashes, orders.settings.max_attempts) =
+        (settings.budgets.max_crashes, settings.budgets.max_attempts);
     Ok(Lane { rules, settings, destination: Destination::Orders, max_age: keys.max_age.map(|span| span.0) })
 }
