@@ -103,7 +103,7 @@ impl Book {
         let execution = tried.as_ref().and_then(|tried| tried.execution.clone());
         let broker_ref = execution.as_ref().map(|done| done.order_ref.clone()).filter(|r| !r.is_empty());
         let response = match order {
-            None => serde_json::json!({ "status": "error", "idempotency_key": key, "reason_code": reason }).to_string(),
+            None => unreadable_result(event, key, reason.as_deref()),
             Some(order) => {
                 let received_at = tried.as_ref().map_or(now, |tried| tried.received_at);
                 let millis = |span: Duration| span.as_millis() as u64;
@@ -169,13 +169,19 @@ impl OnSettled for Book {
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
             let by = self.of(winner).map_or_else(by_worker, |tried| tried.by);
             ledger::adopt(tx, key, digest).await?;
-            if ledger::finish(tx, (key, winner.id), &finish, rules.ledger_ttl, &by).await? {
+            if ledger::finish(tx, (key, Some(winner.id)), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
             reach("settling");
         }
         Ok(())
     }
+}
+
+/// The result of an order that cannot be read any more.
+pub(crate) fn unreadable_result(event: Event, key: &str, reason: Option<&str>) -> String {
+    let status = if event == Event::Executed { "ok" } else { "error" };
+    serde_json::json!({ "status": status, "idempotency_key": key, "reason_code": reason }).to_string()
 }
 
 pub(crate) fn by_worker() -> By {

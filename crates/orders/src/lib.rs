@@ -14,6 +14,7 @@ pub mod result;
 mod book;
 mod conflicts;
 mod courier;
+mod doctor;
 mod failpoint;
 mod intake;
 mod janitor;
@@ -110,6 +111,7 @@ struct Inner {
     adapter: Arc<dyn Adapter>,
     store_id: String,
     alerts: Option<Alerts>,
+    rounds: std::sync::Mutex<doctor::Rounds>,
 }
 
 impl Orders {
@@ -125,7 +127,7 @@ impl Orders {
         let (ledger_ttl, rules_id) = (settings.ledger_ttl, store_id.clone());
         book.open(book::Rules { ledger_ttl, store_id: rules_id, alerts: alerts.clone() });
         let outbox = outbox.owning(OWNER);
-        Ok(Orders(Arc::new(Inner { outbox, settings, book, adapter, store_id, alerts })))
+        Ok(Orders(Arc::new(Inner { outbox, settings, book, adapter, store_id, alerts, rounds: Default::default() })))
     }
 
     /// Reads the broker's credentials again; answers whether they are others now.

@@ -7,9 +7,9 @@ use postrider::store::{Mode, Requeued};
 use postrider::{Error, OPERATOR, Result, clock};
 
 use crate::Orders;
-use crate::book::Tried;
-use crate::decide::{Event, SETTLED, Status, code};
-use crate::ledger::{self, By, Entry, LedgerEvent};
+use crate::book::{Tried, unreadable_result};
+use crate::decide::{Event, SETTLED, Status, code, http_status};
+use crate::ledger::{self, By, Entry, Finish, LedgerEvent};
 use crate::result::Execution;
 
 /// How a requeue went.
@@ -82,10 +82,12 @@ impl Orders {
     /// end together.
     pub async fn settle(&self, key: &str, executed: bool, broker_ref: Option<String>, by: By) -> Result<ByHand> {
         let Some(entry) = self.entry(key).await? else { return Ok(ByHand::NotFound) };
-        let Some(id) = entry.outbox_id else { return Ok(ByHand::NotFound) };
         if entry.status != Status::InProgress {
             return Ok(ByHand::Refused(format!("it has ended: {}", entry.status.as_str())));
         }
+        let Some(id) = entry.outbox_id.filter(|_| entry.live) else {
+            return self.settle_alone(key, executed, broker_ref, by).await;
+        };
         let shown = self.0.outbox.show(id).await?.map(|found| found.0);
         let Some(shown) = shown else { return Ok(ByHand::Refused("its message is gone".to_owned())) };
         let owner = format!("{OPERATOR}{}", clock::incarnation(None));
@@ -128,6 +130,37 @@ impl Orders {
         if Ok(entry.status) != wanted {
             return Err(Error::database("the entry does not stand where it was put"));
         }
+        Ok(ByHand::Done(Box::new(entry)))
+    }
+}
+
+impl Orders {
+    /// Ends an entry whose message is gone, so that nothing else will.
+    async fn settle_alone(&self, key: &str, executed: bool, broker_ref: Option<String>, by: By) -> Result<ByHand> {
+        let (ttl, work) = (self.0.settings.ledger_ttl, std::sync::Arc::new((key.to_owned(), broker_ref, by)));
+        let ended = self.transact(Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move {
+                let (key, broker_ref, by) = &*work;
+                let alone = |entry: &Entry| entry.status == Status::InProgress && !entry.live;
+                if !ledger::find_one(tx, key, true).await?.is_some_and(|entry| alone(&entry)) {
+                    return Ok(false);
+                }
+                let event = if executed { Event::Executed } else { Event::Refused };
+                let finish = Finish {
+                    event,
+                    http_status: if executed { 200 } else { http_status(code::SETTLED_BY_HAND) },
+                    response: unreadable_result(event, key, Some(code::SETTLED_BY_HAND)),
+                    broker_ref: broker_ref.clone(),
+                    reason_code: Some(code::SETTLED_BY_HAND.to_owned()),
+                };
+                ledger::finish(tx, (key, None), &finish, ttl, by).await
+            })
+        });
+        if !ended.await? {
+            return Ok(ByHand::Refused("somebody else was faster".to_owned()));
+        }
+        let entry = self.entry(key).await?.ok_or_else(|| Error::database("the entry is gone"))?;
         Ok(ByHand::Done(Box::new(entry)))
     }
 }
