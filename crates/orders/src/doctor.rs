@@ -1,7 +1,7 @@
 //! Where ledger and outbox disagree, and orders that wait for nobody: found in bounded pages, mended where it is certain
 //! what happened. What is parked and will never be looked at again is woken by the janitor too, without the doctor.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -47,15 +47,21 @@ static FOR_NOBODY: Ailment = Ailment {
 /// Entries of the ledger in one page, and pages in one look; the next look goes on from there.
 const PAGE: usize = 5_000;
 const PAGES: usize = 20;
-/// Parked messages looked at.
+/// Parked messages the doctor looks at, and the janitor in one round; its next round goes on from there.
 const PARKED: usize = 5_000;
+const PARKED_A_ROUND: usize = 200;
 
 /// Where the walk through the ledger stands, and whom it found.
 #[derive(Debug, Default)]
 pub(crate) struct Rounds {
     from: String,
     alone: BTreeSet<String>,
+    /// How far the janitor has come among the parked, by shard.
+    parked: HashMap<u32, Place>,
 }
+
+/// Due time and id of a message.
+type Place = (Timestamp, i64);
 
 /// A key as a number: entries have no other.
 fn number_of(key: &str) -> i64 {
@@ -65,7 +71,12 @@ fn number_of(key: &str) -> i64 {
 #[async_trait]
 impl Examine for Orders {
     async fn look(&self, stood: Duration) -> Result<Vec<Case>> {
-        let mut cases: Vec<Case> = self.parked_in_vain(stood).await?;
+        let shards = self.0.outbox.lanes().get(LANE)?.shards;
+        let mut cases = Vec::new();
+        for shard in 0..shards {
+            cases.extend(self.parked_in_vain(shard, None, PARKED, stood).await?.0);
+        }
+        let mut cases = capped(cases);
         let alone = self.alone(stood).await?;
         let heard: Vec<(i64, String)> = if alone.is_empty() { vec![] } else { self.ended_of(alone.clone()).await? };
         cases.extend(heard.iter().map(|(id, _)| Case { ailment: &END_UNHEARD, id: *id }));
@@ -102,24 +113,30 @@ impl Examine for Orders {
 }
 
 impl Orders {
-    /// Parked messages that nobody will ever look at: what `look` tells and the janitor wakes.
-    pub(crate) async fn parked_in_vain(&self, stood: Duration) -> Result<Vec<Case>> {
-        let shards = self.0.outbox.lanes().get(LANE)?.shards;
-        let found = self.transact(Mode::Read, move |tx| {
-            Box::pin(async move {
-                let mut cases = Vec::new();
-                for shard in 0..shards {
-                    cases.extend(parked_in_vain(tx, shard, stood).await?);
-                }
-                Ok(cases)
-            })
-        });
-        Ok(capped(found.await?))
+    /// Parked messages that nobody will ever look at: what `look` tells and the janitor wakes. Answers how far it looked.
+    async fn parked_in_vain(
+        &self,
+        shard: u32,
+        after: Option<Place>,
+        limit: usize,
+        stood: Duration,
+    ) -> Result<(Vec<Case>, Option<Place>)> {
+        self.transact(Mode::Read, move |tx| Box::pin(parked_in_vain(tx, shard, after, limit, stood))).await
     }
 
-    /// Wakes them; answers how many.
+    /// Wakes them, a few in each round; answers how many.
     pub(crate) async fn wake_stranded(&self) -> Result<usize> {
-        let cases = self.parked_in_vain(Duration::from_secs(60)).await?;
+        let mut cases = Vec::new();
+        for shard in 0..self.0.outbox.lanes().get(LANE)?.shards {
+            let after = self.0.rounds.lock().unwrap_or_else(PoisonError::into_inner).parked.get(&shard).copied();
+            let (found, next) = self.parked_in_vain(shard, after, PARKED_A_ROUND, Duration::from_secs(60)).await?;
+            cases.extend(found);
+            let mut rounds = self.0.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+            match next {
+                Some(next) => drop(rounds.parked.insert(shard, next)),
+                None => drop(rounds.parked.remove(&shard)),
+            }
+        }
         let woken = self.repair(&cases).await?;
         for case in &woken {
             tracing::warn!(outbox_id = case.id, lane = LANE, what = case.ailment.message, "woken");
@@ -149,7 +166,7 @@ impl Orders {
         }
         let alone: BTreeSet<String> = alone.into_iter().take(MOST_CASES as usize).collect();
         let mut rounds = self.0.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-        *rounds = Rounds { from, alone: alone.clone() };
+        (rounds.from, rounds.alone) = (from, alone.clone());
         Ok(alone.into_iter().collect())
     }
 
@@ -257,7 +274,7 @@ fn is_of(payload: &[u8], digest: &str) -> bool {
 }
 
 fn capped(mut cases: Vec<Case>) -> Vec<Case> {
-    let mut counts = std::collections::HashMap::new();
+    let mut counts = HashMap::new();
     cases.retain(|case| {
         let count = counts.entry(case.ailment.message).or_insert(0);
         *count += 1;
@@ -280,25 +297,40 @@ fn far() -> i64 {
     micros_of(PARKED_FOR / 2)
 }
 
-async fn parked_in_vain(tx: &mut (dyn Tx + Send), shard: u32, stood: Duration) -> Result<Vec<Case>> {
-    let mut params: Vec<Value> = vec![LANE.into(), shard.into()];
-    let far = tx.now().bound(far(), &mut params);
-    let then = tx.now().plus(-micros_of(stood), &mut params);
+async fn parked_in_vain(
+    tx: &mut (dyn Tx + Send),
+    shard: u32,
+    after: Option<Place>,
+    limit: usize,
+    stood: Duration,
+) -> Result<(Vec<Case>, Option<Place>)> {
+    let mut params: Vec<Value> = Vec::new();
+    let old = tx.now().plus(-micros_of(stood), &mut params);
+    params.extend([LANE.into(), shard.into()]);
+    let behind = match after {
+        None => format!("due_at > {}", tx.now().bound(far(), &mut params)),
+        Some((due_at, id)) => {
+            params.extend([due_at.into(), due_at.into(), id.into()]);
+            "due_at >= ? AND (due_at > ? OR id > ?)".to_owned()
+        }
+    };
     let sql = format!(
-        "SELECT o.id, o.last_error_code, l.status
-         FROM (SELECT id, last_error_code, active_key, locked_by, updated_at FROM outbox
-               WHERE lane = ? AND shard_id = ? AND due_at > {far} ORDER BY due_at, id LIMIT {PARKED}) o
-         LEFT JOIN idempo_ledger l ON l.idempotency_key = o.active_key
-         WHERE o.locked_by IS NULL AND o.updated_at <= {then}"
+        "SELECT o.id, o.due_at, o.last_error_code, l.status, CASE WHEN o.locked_by IS NULL AND o.updated_at <= {old} THEN 1 ELSE 0 END
+         FROM (SELECT id, due_at, last_error_code, active_key, locked_by, updated_at FROM outbox
+               WHERE lane = ? AND shard_id = ? AND {behind} ORDER BY due_at, id LIMIT {limit}) o
+         LEFT JOIN idempo_ledger l ON l.idempotency_key = o.active_key ORDER BY o.due_at, o.id"
     );
+    let rows = tx.query(&sql, &params).await?;
     let mut cases = Vec::new();
-    for row in tx.query(&sql, &params).await? {
-        let (last_code, status) = (row.opt_text(1)?, row.opt_text(2)?);
-        if let Some(ailment) = in_vain(last_code.as_deref(), status.as_deref()) {
-            cases.push(Case { ailment, id: row.int(0)? });
+    for row in &rows {
+        let (last_code, status) = (row.opt_text(2)?, row.opt_text(3)?);
+        match in_vain(last_code.as_deref(), status.as_deref()) {
+            Some(ailment) if row.int(4)? == 1 => cases.push(Case { ailment, id: row.int(0)? }),
+            _ => {}
         }
     }
-    Ok(cases)
+    let full = rows.last().filter(|_| rows.len() == limit);
+    Ok((cases, full.map(|row| Ok::<Place, postrider::Error>((row.time(1)?, row.int(0)?))).transpose()?))
 }
 
 /// Makes a message due that waits in vain, if it still does.

@@ -1,6 +1,5 @@
 //! What has ended and is past its time goes: entry, events, key and message together. Nothing unfinished ever does.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
 use postrider::Result;
@@ -9,6 +8,7 @@ use postrider::store::Mode;
 use postrider::time::micros_of;
 use postrider::tx::{Dialect, Tx, in_ids};
 
+use crate::decide::code;
 use crate::ledger::{self, Entry, in_keys, key_hash};
 use crate::{LANE, Orders};
 
@@ -64,16 +64,15 @@ async fn reap_strangers(tx: &mut (dyn Tx + Send), ttl: Duration) -> Result<usize
     let dialect = tx.dialect();
     let mut params = Vec::new();
     let old = tx.now().bound(-micros_of(ttl), &mut params);
+    // Any other that is as old goes with its entry.
     let sql = format!(
-        "SELECT id FROM outbox_done WHERE lane = '{LANE}' AND status = 'dead' AND finished_at < {old} ORDER BY finished_at LIMIT {BATCH}"
+        "SELECT id FROM (SELECT id, last_error_code, active_key FROM outbox_done
+                         WHERE lane = '{LANE}' AND status = 'dead' AND finished_at < {old} ORDER BY finished_at LIMIT {BATCH}) oldest
+         WHERE last_error_code = '{}' OR active_key IS NULL",
+        code::CONFLICT
     );
     let rows = tx.query(&sql, &params).await?;
-    let mut ids: Vec<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
-    let mut params = Vec::new();
-    let list = in_ids(dialect, &ids, &mut params);
-    let rows = tx.query(&format!("SELECT outbox_id FROM outbox_keys WHERE outbox_id {list}"), &params).await?;
-    let known: HashSet<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
-    ids.retain(|id| !known.contains(id));
+    let ids: Vec<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     if !ids.is_empty() {
         permit(tx, "prune").await?;
         for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {

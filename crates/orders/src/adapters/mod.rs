@@ -6,7 +6,7 @@ mod paper;
 use async_trait::async_trait;
 use postrider::Timestamp;
 
-pub use self::http::{HttpBroker, HttpSettings, Meaning};
+pub use self::http::{Credentials, HttpBroker, HttpSettings, Meaning};
 pub use self::paper::{Faults, PaperBroker, PaperSettings};
 use crate::decide::{Idempotency, Reason, Refusal};
 use crate::request::Order;
