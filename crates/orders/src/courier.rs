@@ -291,8 +291,9 @@ impl OrderCourier {
 
     /// Our credentials are refused. Where new ones were found, it goes on at once; else every order waits.
     async fn unauthorized(&self, id: i64, at_once: Option<Duration>) -> Outcome {
-        if at_once.is_none() {
-            self.tell_unauthorized(id).await;
+        match at_once {
+            None => self.tell_unauthorized(id).await,
+            Some(_) => self.0.wake_refused().await,
         }
         let refusal = Refusal {
             reason: Reason::Unauthorized,

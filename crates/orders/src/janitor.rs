@@ -14,6 +14,8 @@ use crate::{LANE, Orders};
 
 /// Entries of one transaction.
 const BATCH: usize = 500;
+/// Messages looked at for strangers in one transaction.
+const STRANGERS: usize = 200;
 
 impl Orders {
     /// Reaps all that is past its time, and wakes what waits for nobody; answers how many orders went.
@@ -28,7 +30,7 @@ impl Orders {
             }
         }
         let ttl = self.0.settings.ledger_ttl;
-        while self.transact(Mode::Write, move |tx| Box::pin(reap_strangers(tx, ttl))).await? == BATCH {}
+        while self.transact(Mode::Write, move |tx| Box::pin(reap_strangers(tx, ttl))).await? == STRANGERS {}
         Ok(gone)
     }
 }
@@ -67,7 +69,7 @@ async fn reap_strangers(tx: &mut (dyn Tx + Send), ttl: Duration) -> Result<usize
     // Any other that is as old goes with its entry.
     let sql = format!(
         "SELECT id FROM (SELECT id, last_error_code, active_key FROM outbox_done
-                         WHERE lane = '{LANE}' AND status = 'dead' AND finished_at < {old} ORDER BY finished_at LIMIT {BATCH}) oldest
+                         WHERE lane = '{LANE}' AND status = 'dead' AND finished_at < {old} ORDER BY finished_at LIMIT {STRANGERS}) oldest
          WHERE last_error_code = '{}' OR active_key IS NULL",
         code::CONFLICT
     );

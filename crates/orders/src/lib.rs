@@ -32,6 +32,7 @@ use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Migration, Outbox, Result};
 
 use self::adapters::Adapter;
+use self::decide::Reason;
 pub use self::book::Book;
 pub use self::conflicts::Conflict;
 pub use self::courier::OrderCourier;
@@ -132,7 +133,19 @@ impl Orders {
 
     /// Reads the broker's credentials again; answers whether they are others now.
     pub async fn renew_credentials(&self) -> bool {
-        self.0.adapter.renew().await
+        let renewed = self.0.adapter.renew().await;
+        if renewed {
+            self.wake_refused().await;
+        }
+        renewed
+    }
+
+    /// What was refused with the old credentials goes on with the new ones.
+    async fn wake_refused(&self) {
+        let woken = self.0.outbox.wake_waiting(LANE, Some(&[Reason::Unauthorized.as_str()])).await;
+        if let Err(error) = woken {
+            tracing::warn!(%error, "orders that wait for new credentials could not be woken; they go on by themselves");
+        }
     }
 
     /// The id of an order, its own or ours.

@@ -25,7 +25,7 @@ use crate::result::{Execution, Fill, Number};
 const MOST_BODY: usize = 1 << 20;
 
 /// Credentials are not read again before this time has passed: they may come from a program.
-const BETWEEN_READINGS: Duration = Duration::from_secs(5);
+const BETWEEN_READINGS: Duration = Duration::from_secs(2);
 
 /// What a status of the broker means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
