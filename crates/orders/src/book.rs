@@ -8,11 +8,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::alerts::{Alert, Alerts};
 use postrider::lease::Lease;
-use postrider::outcome::Verdict;
+use postrider::outcome::{Certainty, Verdict};
 use postrider::tx::Tx;
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
 
-use crate::decide::{Event, code, http_status};
+use crate::decide::{Event, Status, code, http_status};
 use crate::failpoint::reach;
 use crate::ledger::{self, By, Finish};
 use crate::request::Order;
@@ -169,6 +169,14 @@ impl OnSettled for Book {
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
             let by = self.of(winner).map_or_else(by_worker, |tried| tried.by);
             ledger::adopt(tx, key, digest).await?;
+            if gives_up_in_doubt(winner)
+                && ledger::find_one(tx, key, true).await?.is_some_and(|entry| entry.status == Status::InProgress)
+            {
+                // It stays held until its lease ends, and whoever takes it over finds it in doubt.
+                return Err(postrider::Error::invalid(
+                    "an order that may have been executed is not recorded as failed",
+                ));
+            }
             if ledger::finish(tx, (key, Some(winner.id)), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
@@ -182,6 +190,13 @@ impl OnSettled for Book {
 pub(crate) fn unreadable_result(event: Event, key: &str, reason: Option<&str>) -> String {
     let status = if event == Event::Executed { "ok" } else { "error" };
     serde_json::json!({ "status": status, "idempotency_key": key, "reason_code": reason }).to_string()
+}
+
+/// The last wall: whatever the worker made of an attempt that was cut off, an order that may have been executed never ends
+/// as failed without somebody who knows better.
+fn gives_up_in_doubt(winner: &Winner) -> bool {
+    let resolved = |certainty: &Certainty| *certainty == Certainty::Resolved;
+    winner.maybe_sent && matches!(&winner.verdict, Verdict::Dead { certainty, .. } if !resolved(certainty))
 }
 
 pub(crate) fn by_worker() -> By {

@@ -140,7 +140,8 @@ impl OrderCourier {
     async fn past(&self, id: i64) -> Result<Vec<Past>> {
         let read = self.0.transact(Mode::Write, move |tx| {
             Box::pin(async move {
-                let sql = "SELECT kind, code, error FROM outbox_attempts WHERE outbox_id = ? ORDER BY id DESC LIMIT 1000";
+                let sql =
+                    "SELECT kind, code, error FROM outbox_attempts WHERE outbox_id = ? ORDER BY id DESC LIMIT 1000";
                 let rows = tx.query(sql, &[id.into()]).await?;
                 let past = |row: &postrider::tx::Row| {
                     Ok(Past { kind: row.text(0)?, code: row.opt_text(1)?, error: row.opt_text(2)? })

@@ -336,23 +336,28 @@ mod tests {
     #[test]
     fn a_server_that_failed_half_way_leaves_a_doubt() {
         assert_eq!(reach_of_server_error(500, true), Reach::Unknown);
-        assert_eq!(reach_of_server_error(503, false), Reach::Unknown, "who answers 503 in a hurry may have executed it");
+        assert_eq!(
+            reach_of_server_error(503, false),
+            Reach::Unknown,
+            "who answers 503 in a hurry may have executed it"
+        );
         assert_eq!(reach_of_server_error(503, true), Reach::Answered);
-        let past = |reason, reach, idempotency| {
-            match after_refusal(refusal(reason, reach), sent(false, idempotency)) {
-                Next::Settle(Outcome::Retry { fault, .. }) => {
-                    let (code, error) = (Some(fault.code.to_string()), Some(fault.error));
-                    (fault.reach, Past { kind: "retry".to_owned(), code, error })
-                }
-                other => panic!("{other:?}"),
+        let past = |reason, reach, idempotency| match after_refusal(refusal(reason, reach), sent(false, idempotency)) {
+            Next::Settle(Outcome::Retry { fault, .. }) => {
+                let (code, error) = (Some(fault.code.to_string()), Some(fault.error));
+                (fault.reach, Past { kind: "retry".to_owned(), code, error })
             }
+            other => panic!("{other:?}"),
         };
         let (reach, failed) = past(Reason::ServerError, Reach::Unknown, Idempotency::Key);
         assert_eq!(reach, Reach::Answered, "its budget may end it");
         let (_, refused) = past(Reason::ServerError, Reach::Answered, Idempotency::Key);
         let (_, away) = past(Reason::Unknown, Reach::NeverSent, Idempotency::Key);
         let (_, busy) = past(Reason::RateLimited, Reach::Answered, Idempotency::Key);
-        assert!(left_a_doubt(&[failed.clone(), refused.clone(), away.clone(), busy.clone()]), "but no refusal is believed");
+        assert!(
+            left_a_doubt(&[failed.clone(), refused.clone(), away.clone(), busy.clone()]),
+            "but no refusal is believed"
+        );
         assert!(!left_a_doubt(&[refused, away.clone(), busy]));
         let by_hand = Past { kind: "dead".to_owned(), code: failed.code.clone(), error: Some(SETTLED.to_owned()) };
         assert!(!left_a_doubt(&[failed.clone(), by_hand.clone(), away]), "a person knew");

@@ -32,10 +32,10 @@ use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Migration, Outbox, Result};
 
 use self::adapters::Adapter;
-use self::decide::Reason;
 pub use self::book::Book;
 pub use self::conflicts::Conflict;
 pub use self::courier::OrderCourier;
+use self::decide::Reason;
 pub use self::decide::{Idempotency, Status};
 pub use self::intake::{NewOrder, Placed, check_key};
 pub use self::ledger::{By, Entry, LedgerEvent};

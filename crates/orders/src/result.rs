@@ -69,10 +69,8 @@ impl Execution {
     /// With as many digits as can be kept where it does not come out even.
     pub fn average_price(&self) -> Option<Decimal> {
         let qty = self.executed_qty();
-        let paid = self
-            .fills
-            .iter()
-            .try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.px.0.checked_mul(fill.qty.0)?));
+        let paid =
+            self.fills.iter().try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.px.0.checked_mul(fill.qty.0)?));
         let average = match paid {
             Some(paid) => paid.checked_div(qty)?,
             // What was paid is more than can be kept; the average is not: it lies between the prices.
@@ -176,7 +174,10 @@ mod tests {
         let fill = |px: Decimal, qty: i64| Fill { px: Number(px), qty: Number(qty.into()), ts: String::new() };
         let average = |fills| Execution { order_ref: String::new(), fills }.average_price().unwrap();
         assert_eq!(average(vec![fill(huge, 4)]), huge, "what was paid is more than can be kept");
-        assert_eq!(average(vec![fill(huge, 3), fill(huge / Decimal::TWO, 1)]), huge * "0.875".parse::<Decimal>().unwrap());
+        assert_eq!(
+            average(vec![fill(huge, 3), fill(huge / Decimal::TWO, 1)]),
+            huge * "0.875".parse::<Decimal>().unwrap()
+        );
         assert_eq!(average(vec![fill(Decimal::MAX, 3), fill(Decimal::MAX, 4)]), Decimal::MAX);
     }
 

@@ -272,7 +272,8 @@ mod tests {
         assert_eq!(code("{"), Some((Value::Null, PARSE_ERROR)));
         assert_eq!(code("hello"), Some((Value::Null, PARSE_ERROR)));
         assert_eq!(refusal(b"{\"id\":\"\xff\"}").unwrap()["error"]["code"], PARSE_ERROR);
-        for odd in ["[]", "7", "null", "\"x\"", "{}", r#"{"id":null,"method":"ping"}"#, r#"{"id":{},"method":"ping"}"#] {
+        for odd in ["[]", "7", "null", "\"x\"", "{}", r#"{"id":null,"method":"ping"}"#, r#"{"id":{},"method":"ping"}"#]
+        {
             assert_eq!(code(odd), Some((Value::Null, INVALID_REQUEST)), "{odd}");
         }
         assert_eq!(code(r#"{"jsonrpc":"2.0","id":7}"#), Some((json!(7), INVALID_REQUEST)));

@@ -366,12 +366,15 @@ impl Adapter for HttpBroker {
         let ours = self.headers();
         match self.ask((Method::GET, url), ours.clone(), key, &[], Bytes::new()).await {
             Reply::Unanswered { code, cause, .. } => Err(unanswered(code, cause, Reach::NeverSent)),
-            Reply::Answered { status, body, whole, .. } if status.as_u16() == 404 => Ok(match knows_nothing(&body, whole) {
-                true => Found::Nothing,
-                false => Found::Nonsense("a 404 that is not the broker's; is look_up_url right?".to_owned()),
-            }),
+            Reply::Answered { status, body, whole, .. } if status.as_u16() == 404 => {
+                Ok(match knows_nothing(&body, whole) {
+                    true => Found::Nothing,
+                    false => Found::Nonsense("a 404 that is not the broker's; is look_up_url right?".to_owned()),
+                })
+            }
             Reply::Answered { status, body, whole, .. } if status.is_success() => {
-                Ok(said(&body, whole).unwrap_or_else(|why| Found::Nonsense(format!("the answer cannot be read: {why}"))))
+                Ok(said(&body, whole)
+                    .unwrap_or_else(|why| Found::Nonsense(format!("the answer cannot be read: {why}"))))
             }
             Reply::Answered { status, .. } if matches!(status.as_u16(), 401 | 403) => {
                 Err(self.unauthorized(status.as_u16(), &ours).await)

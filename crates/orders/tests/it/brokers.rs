@@ -185,7 +185,11 @@ async fn refused_credentials_are_read_again() {
             let mut request = vec![0; 8192];
             let n = stream.read(&mut request).await.unwrap_or(0);
             let known = String::from_utf8_lossy(&request[..n]).to_lowercase().contains("x-api-key: new");
-            let answer = if known { "200 OK\r\ncontent-length: 10\r\n\r\n{\"id\":\"r\"}" } else { "401 U\r\ncontent-length: 0\r\n\r\n" };
+            let answer = if known {
+                "200 OK\r\ncontent-length: 10\r\n\r\n{\"id\":\"r\"}"
+            } else {
+                "401 U\r\ncontent-length: 0\r\n\r\n"
+            };
             let _ = stream.write_all(format!("HTTP/1.1 {answer}").as_bytes()).await;
         }
     });

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use postrider::outcome::Reach;
+use postrider::outcome::{Certainty, Reach, Settled, Settlement, Verdict};
 use postrider_orders::adapters::Found;
 use postrider_orders::decide::{Reason, awaits_look_up};
 use postrider_orders::{By, ByHand, Idempotency, Reopened, Settings, Status};
@@ -23,6 +23,7 @@ on_every_store!(
     two_hands_on_one_order,
     nothing_of_a_deferred_order_is_remembered,
     a_reopened_order_is_not_ended_by_an_older_answer,
+    what_was_cut_off_is_never_recorded_as_failed,
 );
 
 fn by(actor: &str) -> By {
@@ -48,9 +49,11 @@ async fn an_answer_nobody_can_read_is_for_a_person(ground: Ground) {
 
 async fn fills_that_cannot_be_are_a_doubt(ground: Ground) {
     let home = ground.open(Idempotency::None).await;
-    for (key, act) in
-        [("too much", Act::Say(2, 10)), ("at less than nothing", Act::Say(1, -1)), ("less than nothing", Act::Say(-1, 10))]
-    {
+    for (key, act) in [
+        ("too much", Act::Say(2, 10)),
+        ("at less than nothing", Act::Say(1, -1)),
+        ("less than nothing", Act::Say(-1, 10)),
+    ] {
         home.broker.next(&[act]);
         home.place(key).await;
         home.work_until(key, "NEEDS_RECONCILE").await;
@@ -147,13 +150,11 @@ async fn a_burst_does_not_make_a_doubt_wait_anew(ground: Ground) {
         let _working = home.work();
         wait_until("it waits for its look-up", async || home.count(&waits).await == 1).await;
     }
-    wait_until("the worker is gone and it is due", async || {
-        match home.try_claim().await {
-            None => false,
-            Some(message) => {
-                home.outbox.store().defer("dead:1:1", &[message.lease()], Duration::ZERO, None).await.unwrap();
-                true
-            }
+    wait_until("the worker is gone and it is due", async || match home.try_claim().await {
+        None => false,
+        Some(message) => {
+            home.outbox.store().defer("dead:1:1", &[message.lease()], Duration::ZERO, None).await.unwrap();
+            true
         }
     })
     .await;
@@ -173,7 +174,9 @@ async fn two_hands_on_one_order(ground: Ground) {
         home.work_until(&key, "NEEDS_RECONCILE").await;
         let hand = |name: &'static str| {
             let (orders, key) = (home.orders.clone(), key.clone());
-            tokio::spawn(async move { orders.settle(&key, true, Some(format!("ref of {name}")), by(name)).await.unwrap() })
+            tokio::spawn(
+                async move { orders.settle(&key, true, Some(format!("ref of {name}")), by(name)).await.unwrap() },
+            )
         };
         let hands = [hand("ann"), hand("bob"), hand("cid")];
         let mut done = 0;
@@ -212,4 +215,27 @@ async fn a_reopened_order_is_not_ended_by_an_older_answer(ground: Ground) {
         assert!(matches!(home.orders.requeue(&key, by("a")).await.unwrap(), Reopened::Reopened { .. }));
         wait_until("it was sent again", async || home.view(&key).await.0 == "succeeded").await;
     }
+}
+
+/// The last wall, whatever a worker makes of an attempt it had to abort.
+async fn what_was_cut_off_is_never_recorded_as_failed(ground: Ground) {
+    let home = ground.open(Idempotency::None).await;
+    let settle = async |key: &str, begun: bool, certainty: Certainty| {
+        let id = home.place(key).await;
+        let message = home.try_claim().await.expect("a message is due");
+        if begun {
+            home.said_that_it_begins(id).await;
+        }
+        let (code, error) = ("SHUTDOWN".to_owned(), "aborted".to_owned());
+        let verdict = Verdict::Dead { code, error, certainty, counted: true };
+        let entries = [Settlement::new(message.lease(), verdict)];
+        let settled = home.outbox.store().settle("orders", "dead:1:1", &entries).await;
+        (settled.is_ok_and(|settled| settled == [Settled::Applied]), home.entry(key).await.status)
+    };
+    assert_eq!(settle("never begun", false, Certainty::Unchanged).await, (true, Status::Failed));
+    assert_eq!(settle("known", true, Certainty::Resolved).await, (true, Status::Failed));
+    assert_eq!(settle("cut off", true, Certainty::Unchanged).await, (false, Status::InProgress));
+    // Its lease is over: whoever takes it over finds it in doubt.
+    home.work_until("cut off", "NEEDS_RECONCILE").await;
+    assert_eq!(home.broker.sends(), 0);
 }

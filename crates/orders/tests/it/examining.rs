@@ -28,7 +28,10 @@ const IN_VAIN: (Check, &str) = (Check::WaitsInVain, "orders");
 
 async fn a_healthy_house_has_no_findings(ground: Ground) {
     let home = ground.open(Idempotency::None).await;
-    home.broker.next(&[Act::Fill, Act::Refuse(postrider_orders::decide::Reason::Rejected, postrider::outcome::Reach::Answered)]);
+    home.broker.next(&[
+        Act::Fill,
+        Act::Refuse(postrider_orders::decide::Reason::Rejected, postrider::outcome::Reach::Answered),
+    ]);
     for key in ["sent", "refused"] {
         home.place(key).await;
         wait_until("it has ended", async || {
@@ -96,9 +99,15 @@ async fn the_end_of_a_message_is_written_into_the_ledger(ground: Ground) {
     let repaired = home.orders.repair(&cases).await.unwrap();
     assert_eq!(repaired.len(), 2, "what may have been executed is for a person");
     let entry = home.entry("sent").await;
-    assert_eq!((entry.status, entry.http_status, entry.broker_ref.as_deref()), (Status::Succeeded, Some(200), Some("r-9")));
+    assert_eq!(
+        (entry.status, entry.http_status, entry.broker_ref.as_deref()),
+        (Status::Succeeded, Some(200), Some("r-9"))
+    );
     let entry = home.entry("dead").await;
-    assert_eq!((entry.status, entry.http_status, entry.reason_code.as_deref()), (Status::Failed, Some(409), Some("BROKER_REJECTED")));
+    assert_eq!(
+        (entry.status, entry.http_status, entry.reason_code.as_deref()),
+        (Status::Failed, Some(409), Some("BROKER_REJECTED"))
+    );
     assert_eq!(home.entry("in doubt").await.status, Status::InProgress);
     let events = home.orders.events("dead").await.unwrap();
     assert_eq!(events[0].actor, "doctor");
@@ -155,9 +164,11 @@ async fn strangers_are_reaped(ground: Ground) {
         _ => format!("'{payload}'"),
     };
     let columns = "lane, shard_id, due_at, lease_token, attempts, crashes, target, active_key, content_type, created_at, updated_at";
-    home.execute(&format!("INSERT INTO outbox ({columns}, payload) SELECT {columns}, {value} FROM outbox_done WHERE id = {id}"))
-        .await
-        .unwrap();
+    home.execute(&format!(
+        "INSERT INTO outbox ({columns}, payload) SELECT {columns}, {value} FROM outbox_done WHERE id = {id}"
+    ))
+    .await
+    .unwrap();
     {
         let _working = home.work();
         let aborted = "outbox_done WHERE last_error_code = 'IDEMPOTENCY_CONFLICT'";

@@ -50,7 +50,13 @@ impl HttpSettings {
     /// 2.5 s, no headers.
     pub fn new(url: impl Into<String>, store_id: impl Into<String>) -> Self {
         let timeout = Duration::from_millis(2500);
-        HttpSettings { url: url.into(), timeout, store_id: store_id.into(), headers: Vec::new(), statuses: HttpClasses::default() }
+        HttpSettings {
+            url: url.into(),
+            timeout,
+            store_id: store_id.into(),
+            headers: Vec::new(),
+            statuses: HttpClasses::default(),
+        }
     }
 }
 

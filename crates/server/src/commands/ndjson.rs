@@ -107,7 +107,9 @@ fn told(sum: &Sum) -> String {
 
 fn parse(lane: &str, rules: &LaneRules, line: &str) -> Result<NewMessage, String> {
     let line: Line = serde_json::from_str(line).map_err(|e| {
-        format!("{e}; write {{\"payload\": …}} with key, target, active_key, delay, deliver_before and headers as needed")
+        format!(
+            "{e}; write {{\"payload\": …}} with key, target, active_key, delay, deliver_before and headers as needed"
+        )
     })?;
     let raw = line.payload.get();
     let mut message = if raw.starts_with('"') {
@@ -217,7 +219,9 @@ impl Lines {
                 return Err(format!("has more than {} bytes, more than any message of this lane needs", self.longest));
             }
             // What editors and spreadsheets write in front, in UTF-8 and in UTF-16.
-            if self.number == 1 && [&b"\xef\xbb\xbf"[..], b"\xff\xfe", b"\xfe\xff"].iter().any(|mark| line.starts_with(mark)) {
+            if self.number == 1
+                && [&b"\xef\xbb\xbf"[..], b"\xff\xfe", b"\xfe\xff"].iter().any(|mark| line.starts_with(mark))
+            {
                 return Err(BYTE_ORDER_MARK.to_owned());
             }
             let text = String::from_utf8(line).map_err(|_| "is not UTF-8; JSON must be".to_owned())?;

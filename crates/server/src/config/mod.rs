@@ -41,7 +41,8 @@ const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOS
 /// The lane alerts go through, where `[alerts]` is configured.
 pub const ALERTS: &str = "alerts";
 /// What an editor put in front of a text, unseen.
-pub const BYTE_ORDER_MARK: &str = "it begins with a byte order mark (BOM), which does not belong there; save it as UTF-8 without one";
+pub const BYTE_ORDER_MARK: &str =
+    "it begins with a byte order mark (BOM), which does not belong there; save it as UTF-8 without one";
 const DEFAULT_KEY: &str = "file:postrider.key";
 
 /// All that the commands need to know.
@@ -480,7 +481,9 @@ fn lane(
     if keys.key_ttl.is_some_and(|ttl| ttl.0 < Duration::from_secs(1)) {
         return Err(place.wrong(
             at,
-            format!("[lane.{name}]: with key_ttl below \"1s\" no key would be remembered; write for how long, like \"7d\""),
+            format!(
+                "[lane.{name}]: with key_ttl below \"1s\" no key would be remembered; write for how long, like \"7d\""
+            ),
         ));
     }
     let usual = LaneRules::default();
@@ -551,8 +554,9 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
 /// What a lane makes of its destination's answers.
 fn statuses(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Result<HttpClasses> {
     let word = |(status, class): (&String, &toml::Spanned<String>)| {
-        HttpClasses::new([("200", "sent"), (status.as_str(), class.get_ref().as_str())])
-            .map_err(|e| place.wrong(class.span(), format!("statuses are like {{ \"404\" = \"retry\", \"5xx\" = \"dead\" }}: {e}")))
+        HttpClasses::new([("200", "sent"), (status.as_str(), class.get_ref().as_str())]).map_err(|e| {
+            place.wrong(class.span(), format!("statuses are like {{ \"404\" = \"retry\", \"5xx\" = \"dead\" }}: {e}"))
+        })
     };
     keys.iter().try_for_each(|key| word(key).map(drop))?;
     let at = keys.values().next().map_or(0..0, |class| class.span());

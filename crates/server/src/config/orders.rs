@@ -29,15 +29,9 @@ pub struct OrdersConfig {
 /// Who executes orders.
 pub enum Broker {
     /// `chosen`: the file names it.
-    Paper {
-        settings: PaperSettings,
-        chosen: bool,
-    },
+    Paper { settings: PaperSettings, chosen: bool },
     /// `credentials`: its headers, read again.
-    Http {
-        settings: HttpSettings,
-        credentials: Credentials,
-    },
+    Http { settings: HttpSettings, credentials: Credentials },
 }
 
 impl std::fmt::Debug for Broker {

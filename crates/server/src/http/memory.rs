@@ -393,7 +393,8 @@ pub async fn mcp(
         };
         return Ok(answered.into_response());
     }
-    let content_type = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let content_type =
+        parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if !content_type.trim_start().to_ascii_lowercase().starts_with("application/json") {
         let what = "send JSON, with `Content-Type: application/json`";
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "UNSUPPORTED_MEDIA_TYPE", what));

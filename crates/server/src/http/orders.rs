@@ -133,7 +133,10 @@ fn key_of(headers: &HeaderMap) -> Result<String, Wrong> {
         OrderError::new(StatusCode::BAD_REQUEST, "IDEMPOTENCY_KEY_REQUIRED", what)
     };
     let several = |refusal: Refusal| OrderError::new(refusal.status, refusal.code, refusal.message);
-    let key = header(headers, "Idempotency-Key").map_err(several)?.map(|text| unquoted(text.trim())).filter(|key| !key.is_empty());
+    let key = header(headers, "Idempotency-Key")
+        .map_err(several)?
+        .map(|text| unquoted(text.trim()))
+        .filter(|key| !key.is_empty());
     let key = key.ok_or_else(missing)?;
     check_key(key)
         .map_err(|e| invalid(vec![WrongField { field: "Idempotency-Key".to_owned(), message: e.message }]))?;
@@ -147,6 +150,10 @@ fn invalid(fields: Vec<WrongField>) -> OrderError {
 }
 
 fn read(body: &[u8], key: &str) -> Result<Order, OrderError> {
+    if body.starts_with(b"\xef\xbb\xbf") {
+        let what = "the body begins with a byte order mark (BOM); send UTF-8 without one";
+        return Err(OrderError::new(StatusCode::BAD_REQUEST, "INVALID_JSON", what));
+    }
     let order = Order::parse(body).map_err(|wrong| match wrong {
         Invalid::NotJson(why) => {
             OrderError::new(StatusCode::BAD_REQUEST, "INVALID_JSON", format!("the body is no JSON: {why}"))

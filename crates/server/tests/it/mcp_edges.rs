@@ -35,7 +35,11 @@ fn standard_input_is_always_answered() {
         "protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}});
     assert_eq!(ask(hello.to_string().as_bytes())["result"]["serverInfo"]["name"], "postrider");
     assert_eq!(code(&ask(b"{\"jsonrpc\":\"2.0\",\"id\":2,")), (Value::Null, Some(-32700)), "no JSON");
-    assert_eq!(code(&ask(b"{\"jsonrpc\":\"2.0\",\"id\":3,\"method\":\"\xff\xfe\"}")), (Value::Null, Some(-32700)), "no UTF-8");
+    assert_eq!(
+        code(&ask(b"{\"jsonrpc\":\"2.0\",\"id\":3,\"method\":\"\xff\xfe\"}")),
+        (Value::Null, Some(-32700)),
+        "no UTF-8"
+    );
     let long = call(json!(4), &format!("{{\"lane\":\"{}\"}}", "x".repeat(17 << 20)));
     assert_eq!(code(&ask(long.as_bytes())), (json!(4), Some(-32600)), "17 MB");
     let deep = call(json!(5), &format!("{{\"lane\":{}1{}}}", "[".repeat(125), "]".repeat(125)));

@@ -24,7 +24,10 @@ fn outcomes(statuses: &str) -> Vec<(u16, String, i64)> {
     running.ends_within(Duration::from_secs(20));
     let requests = receiver.requests();
     let tries = |status: u16| requests.iter().filter(|request| request.body == status.to_string()).count() as i64;
-    asked.iter().map(|(status, id)| (*status, home.show(*id)["status"].as_str().unwrap().to_owned(), tries(*status))).collect()
+    asked
+        .iter()
+        .map(|(status, id)| (*status, home.show(*id)["status"].as_str().unwrap().to_owned(), tries(*status)))
+        .collect()
 }
 
 fn read(outcomes: &[(u16, String, i64)]) -> Vec<(u16, &str, i64)> {
@@ -62,7 +65,10 @@ fn nonsense_is_refused() {
         (r#"{ "2xx" = "retry" }"#, "nothing would ever count as sent"),
         (r#"[404]"#, "statuses"),
     ] {
-        home.write("postrider.toml", &format!("[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\nstatuses = {statuses}\n"));
+        home.write(
+            "postrider.toml",
+            &format!("[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\nstatuses = {statuses}\n"),
+        );
         home.run(&["config", "check"]).refused(2, &["postrider.toml:4: ", says]);
     }
 }
