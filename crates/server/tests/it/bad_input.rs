@@ -128,6 +128,7 @@ fn two_keys_are_none() {
 fn deliver_before_in_every_way() {
     for database in [Database::sqlite(), Database::postgres(), Database::mysql()] {
         let home = Home::on(database);
+        home.run(&["migrate"]).done();
         let before = |id: i64| home.show(id)["deliver_before"].clone();
         let last = home.enqueue(&["log", "--payload", "x", "--deliver-before", "9999-12-31T23:59:59Z"]);
         assert_eq!(before(last), "9999-12-31T23:59:59Z");
