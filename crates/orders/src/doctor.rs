@@ -187,7 +187,7 @@ impl Orders {
     }
 
     /// The messages that have ended of these keys. There is no index for it, and hardly ever a key to ask about.
-    async fn ended_of(&self, keys: Vec<String>) -> Result<Vec<(i64, String)>> {
+    pub(crate) async fn ended_of(&self, keys: Vec<String>) -> Result<Vec<(i64, String)>> {
         let keys = Arc::new(keys);
         self.transact(Mode::Read, move |tx| {
             let keys = keys.clone();

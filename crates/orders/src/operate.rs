@@ -135,10 +135,11 @@ impl Orders {
 }
 
 impl Orders {
-    /// Ends an entry whose message is gone, so that nothing else will.
+    /// Ends an entry whose message is gone or has ended without it, so that nothing else will.
     async fn settle_alone(&self, key: &str, executed: bool, broker_ref: Option<String>, by: By) -> Result<ByHand> {
+        let ended = self.ended_of(vec![key.to_owned()]).await?.first().map(|(id, _)| *id);
         let (ttl, work) = (self.0.settings.ledger_ttl, std::sync::Arc::new((key.to_owned(), broker_ref, by)));
-        let ended = self.transact(Mode::Write, move |tx| {
+        let done = self.transact(Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move {
                 let (key, broker_ref, by) = &*work;
@@ -154,10 +155,10 @@ impl Orders {
                     broker_ref: broker_ref.clone(),
                     reason_code: Some(code::SETTLED_BY_HAND.to_owned()),
                 };
-                ledger::finish(tx, (key, None), &finish, ttl, by).await
+                ledger::finish(tx, (key, ended), &finish, ttl, by).await
             })
         });
-        if !ended.await? {
+        if !done.await? {
             return Ok(ByHand::Refused("somebody else was faster".to_owned()));
         }
         let entry = self.entry(key).await?.ok_or_else(|| Error::database("the entry is gone"))?;

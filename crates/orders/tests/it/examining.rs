@@ -116,6 +116,7 @@ async fn the_end_of_a_message_is_written_into_the_ledger(ground: Ground) {
     assert_eq!(home.orders.repair(&cases).await.unwrap(), [], "each is checked again");
     let by = By { actor: "ann".to_owned(), reason: None };
     assert!(matches!(home.orders.settle("in doubt", true, None, by).await.unwrap(), ByHand::Done(_)));
+    assert!(home.entry("in doubt").await.outbox_id.is_some(), "it goes with its message, in time");
     assert_eq!(found(&home).await, []);
 }
 
