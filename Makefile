@@ -53,6 +53,10 @@ bench: ## Measure all three databases; figures go to target/bench/; MESSAGES=50 
 	cargo build --locked --release
 	$(WITH_DATABASES) scripts/bench.sh $(if $(MESSAGES),--messages $(MESSAGES))
 
+.PHONY: bench-against
+bench-against: ## Measure this against another revision, in turns: REV=main BENCH=drain PAIRS=10 DATABASE=all MESSAGES=…
+	@REV='$(REV)' BENCH='$(BENCH)' PAIRS='$(PAIRS)' DATABASE='$(DATABASE)' MESSAGES='$(MESSAGES)' scripts/bench-against.sh
+
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
 	$(WITH_DATABASES) --postgres-only scripts/check-packaging.sh

@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::alerts::{Alert, Alerts};
-use postrider::outcome::Verdict;
+use postrider::lease::Lease;
+use postrider::outcome::{Certainty, Verdict};
 use postrider::tx::Tx;
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
 
-use crate::decide::{Event, code, http_status};
+use crate::decide::{Event, Status, code, http_status};
 use crate::failpoint::reach;
 use crate::ledger::{self, By, Finish};
 use crate::request::Order;
@@ -38,6 +39,8 @@ pub struct Book(Arc<Inner>);
 #[derive(Default)]
 struct Inner {
     tried: Mutex<HashMap<i64, Tried>>,
+    /// What a person said of an order, under the lease it was said with: two may speak of one order at once.
+    by_hand: Mutex<HashMap<Lease, Tried>>,
     rules: OnceLock<Rules>,
 }
 
@@ -67,13 +70,30 @@ impl Book {
         self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
     }
 
-    fn of(&self, id: i64) -> Option<Tried> {
-        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    pub(crate) fn keep_by_hand(&self, lease: Lease, tried: Tried) {
+        self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).insert(lease, tried);
+    }
+
+    pub(crate) fn forget_by_hand(&self, lease: Lease) {
+        self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).remove(&lease);
+    }
+
+    /// Orders it remembers something of.
+    #[doc(hidden)]
+    pub fn remembered(&self) -> usize {
+        let by_hand = self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).len();
+        self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).len() + by_hand
+    }
+
+    fn of(&self, winner: &Winner) -> Option<Tried> {
+        let lease = Lease { id: winner.id, token: winner.lease_token };
+        let by_hand = self.0.by_hand.lock().unwrap_or_else(PoisonError::into_inner).get(&lease).cloned();
+        by_hand.or_else(|| self.0.tried.lock().unwrap_or_else(PoisonError::into_inner).get(&winner.id).cloned())
     }
 
     /// What the ledger is to say about a message that ends.
     fn finish(&self, winner: &Winner, key: &str, order: Option<&Order>, store_id: &str) -> Option<Finish> {
-        let tried = self.of(winner.id);
+        let tried = self.of(winner);
         let (event, reason) = match &winner.verdict {
             Verdict::Retry { .. } => return None,
             Verdict::Sent { .. } => (Event::Executed, tried.as_ref().and_then(|tried| tried.reason).map(str::to_owned)),
@@ -83,7 +103,7 @@ impl Book {
         let execution = tried.as_ref().and_then(|tried| tried.execution.clone());
         let broker_ref = execution.as_ref().map(|done| done.order_ref.clone()).filter(|r| !r.is_empty());
         let response = match order {
-            None => serde_json::json!({ "status": "error", "idempotency_key": key, "reason_code": reason }).to_string(),
+            None => unreadable_result(event, key, reason.as_deref()),
             Some(order) => {
                 let received_at = tried.as_ref().map_or(now, |tried| tried.received_at);
                 let millis = |span: Duration| span.as_millis() as u64;
@@ -147,15 +167,36 @@ impl OnSettled for Book {
                 continue;
             }
             let Some(finish) = self.finish(winner, key, order.as_ref(), &rules.store_id) else { continue };
-            let by = self.of(winner.id).map_or_else(by_worker, |tried| tried.by);
+            let by = self.of(winner).map_or_else(by_worker, |tried| tried.by);
             ledger::adopt(tx, key, digest).await?;
-            if ledger::finish(tx, (key, winner.id), &finish, rules.ledger_ttl, &by).await? {
+            if gives_up_in_doubt(winner)
+                && ledger::find_one(tx, key, true).await?.is_some_and(|entry| entry.status == Status::InProgress)
+            {
+                // It stays held until its lease ends, and whoever takes it over finds it in doubt.
+                return Err(postrider::Error::invalid(
+                    "an order that may have been executed is not recorded as failed",
+                ));
+            }
+            if ledger::finish(tx, (key, Some(winner.id)), &finish, rules.ledger_ttl, &by).await? {
                 self.tell_of_failure(tx, rules, &finish, winner.id).await?;
             }
             reach("settling");
         }
         Ok(())
     }
+}
+
+/// The result of an order that cannot be read any more.
+pub(crate) fn unreadable_result(event: Event, key: &str, reason: Option<&str>) -> String {
+    let status = if event == Event::Executed { "ok" } else { "error" };
+    serde_json::json!({ "status": status, "idempotency_key": key, "reason_code": reason }).to_string()
+}
+
+/// The last wall: whatever the worker made of an attempt that was cut off, an order that may have been executed never ends
+/// as failed without somebody who knows better.
+fn gives_up_in_doubt(winner: &Winner) -> bool {
+    let resolved = |certainty: &Certainty| *certainty == Certainty::Resolved;
+    winner.maybe_sent && matches!(&winner.verdict, Verdict::Dead { certainty, .. } if !resolved(certainty))
 }
 
 pub(crate) fn by_worker() -> By {

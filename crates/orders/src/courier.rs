@@ -12,11 +12,13 @@ use postrider::{Begin, Courier, Message, Outcome, Result, Timestamp};
 use crate::adapters::{Adapter, Answer, Found, Sending};
 use crate::book::{Tried, by_worker};
 use crate::decide::{
-    Claimed, Idempotency, Next, Reason, Refusal, Status, Way, after_refusal, awaits_look_up, code, way,
+    Claimed, Idempotency, Next, Past, Reason, Refusal, Sent, Status, Way, after_nonsense, after_refusal,
+    awaits_look_up, code, left_a_doubt, waits_since, way,
 };
 use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
+use crate::result::Execution;
 use crate::{LANE, Orders, PARKED_FOR, order_id};
 
 /// Delivers messages of the lane [`LANE`].
@@ -59,24 +61,25 @@ impl OrderCourier {
         let Some(key) = message.active_key.clone() else {
             return Prepared::Say(self.give_up(message, unreadable("it has no key")).await);
         };
-        let (entry, last_code) = match self.standing(&key, message.id).await {
+        let standing = match self.standing(&key, message, &order).await {
             Ok(standing) => standing,
             Err(error) => {
                 tracing::warn!(%error, outbox_id = message.id, "the ledger cannot be read; the order waits");
                 return Prepared::Say(store_unavailable());
             }
         };
-        match entry.as_ref().map_or(Known::Nothing, |entry| known(entry, &order)) {
+        match standing.entry.as_ref().map_or(Known::Nothing, |entry| known(entry, &order)) {
             Known::Nothing => {}
             Known::Ended(outcome) => return Prepared::Say(outcome),
             Known::Other => return Prepared::Say(self.give_up(message, conflict()).await),
-            Known::Damaged => return Prepared::Say(self.park(message).await),
+            Known::Damaged => {
+                return Prepared::Say(self.park(message, "its entry in the ledger and its message differ").await);
+            }
         }
         let claimed = Claimed {
             maybe_sent: message.maybe_sent,
             poison: message.crashes >= self.0.0.settings.max_crashes,
-            lease_token: message.lease_token,
-            last_code: last_code.as_deref(),
+            has_waited: standing.has_waited,
         };
         let send = |unresolved, resolved| Prepared::Send {
             order: Box::new(order.clone()),
@@ -86,11 +89,11 @@ impl OrderCourier {
         };
         match way(claimed, self.adapter().idempotency()) {
             Way::Send { unresolved } => send(unresolved, false),
-            Way::Park => Prepared::Say(self.park(message).await),
+            Way::Park => Prepared::Say(self.park(message, why_parked(message, claimed)).await),
             Way::Wait(settling) => {
                 Prepared::Say(Outcome::Defer { delay: settling, code: awaits_look_up(message.lease_token).into() })
             }
-            Way::LookUp => match self.look_up(message, &key).await {
+            Way::LookUp => match self.look_up(message, &key, &order).await {
                 Some(outcome) => Prepared::Say(outcome),
                 None => {
                     reach("looked_up");
@@ -100,60 +103,115 @@ impl OrderCourier {
         }
     }
 
-    /// The ledger's entry, and what the message ended its last round with.
-    async fn standing(&self, key: &str, id: i64) -> Result<(Option<Entry>, Option<String>)> {
-        let key = key.to_owned();
-        let read = self.0.transact(Mode::Read, move |tx| {
+    /// The ledger's entry, and whether the message has waited for its look-up. What would end the order, or leave it to a
+    /// person, is read once more beside the writers, where no read is older than what was committed before it.
+    async fn standing(&self, key: &str, message: &Message, order: &Order) -> Result<Standing> {
+        let standing = self.read_standing(Mode::Read, key, message).await?;
+        match standing.entry.as_ref().map(|entry| known(entry, order)) {
+            None | Some(Known::Nothing) => Ok(standing),
+            Some(_) => self.read_standing(Mode::Write, key, message).await,
+        }
+    }
+
+    async fn read_standing(&self, mode: Mode, key: &str, message: &Message) -> Result<Standing> {
+        let (key, id, token) = (key.to_owned(), message.id, message.lease_token);
+        let read = self.0.transact(mode, move |tx| {
             let key = key.clone();
             Box::pin(async move {
                 let entry = ledger::find_one(tx, &key, false).await?;
-                let rows = tx.query("SELECT last_error_code FROM outbox WHERE id = ?", &[id.into()]).await?;
-                Ok((entry, rows.first().map(|row| row.opt_text(0)).transpose()?.flatten()))
+                let sql = "SELECT last_error_code FROM outbox WHERE id = ? AND lease_token = ?";
+                let rows = tx.query(sql, &[id.into(), token.into()]).await?;
+                let last_code = rows.first().map(|row| row.opt_text(0)).transpose()?.flatten();
+                let has_waited = match waits_since(last_code.as_deref()) {
+                    None => false,
+                    Some(since) => {
+                        // Whoever was taken over from may have sent it.
+                        let sql = "SELECT 1 FROM outbox_attempts WHERE outbox_id = ? AND lease_token > ? AND kind = 'takeover' LIMIT 1";
+                        tx.query(sql, &[id.into(), since.into()]).await?.is_empty()
+                    }
+                };
+                Ok(Standing { entry, has_waited })
+            })
+        });
+        read.await
+    }
+
+    /// What became of the attempts so far, the oldest first.
+    async fn past(&self, id: i64) -> Result<Vec<Past>> {
+        let read = self.0.transact(Mode::Write, move |tx| {
+            Box::pin(async move {
+                let sql =
+                    "SELECT kind, code, error FROM outbox_attempts WHERE outbox_id = ? ORDER BY id DESC LIMIT 1000";
+                let rows = tx.query(sql, &[id.into()]).await?;
+                let past = |row: &postrider::tx::Row| {
+                    Ok(Past { kind: row.text(0)?, code: row.opt_text(1)?, error: row.opt_text(2)? })
+                };
+                rows.iter().rev().map(past).collect::<Result<Vec<_>>>()
             })
         });
         read.await
     }
 
     /// What the broker knows of it; `None` if nothing, so that it may be sent.
-    async fn look_up(&self, message: &Message, key: &str) -> Option<Outcome> {
+    async fn look_up(&self, message: &Message, key: &str, order: &Order) -> Option<Outcome> {
         let (began_at, began) = (clock::wall(), Tick::now());
-        match self.adapter().look_up(key).await {
+        let found = self.adapter().look_up(key).await;
+        let took = Tick::now().since(began);
+        match found {
             Ok(Found::Nothing) => None,
-            Ok(Found::Executed(execution)) => {
-                let result_ref = Some(execution.order_ref.clone());
-                let reason = Some(Reason::AlreadyProcessed.as_str());
-                self.keep(message, began_at, Tick::now().since(began), Some(execution), reason);
-                Some(Outcome::Sent { result_ref })
-            }
+            Ok(Found::Executed(execution)) => Some(match execution.check(order.qty) {
+                Err(why) => self.nonsense(message, &format!("looking it up: {why}")).await,
+                Ok(()) => {
+                    let result_ref = Some(execution.order_ref.clone());
+                    let reason = Some(Reason::AlreadyProcessed.as_str());
+                    self.keep(message, began_at, took, Some(execution), reason);
+                    Outcome::Sent { result_ref }
+                }
+            }),
             Ok(Found::Rejected(why)) => {
-                self.keep(message, began_at, Tick::now().since(began), None, None);
+                self.keep(message, began_at, took, None, None);
                 let mut fault = Fault::new(Reason::Rejected.as_str(), why, Reach::Answered);
                 fault.resolves = true;
                 Some(Outcome::Dead(fault))
             }
-            Err(Refusal { reason, message, retry_after, .. }) => {
-                let fault = Fault::new(reason.as_str(), format!("looking it up: {message}"), Reach::NeverSent);
-                Some(Outcome::Retry { fault, retry_after })
+            Ok(Found::Nonsense(why)) => Some(self.nonsense(message, &format!("looking it up: {why}")).await),
+            Err(refusal) => {
+                if refusal.reason == Reason::Unauthorized {
+                    return Some(self.unauthorized(message.id, refusal.retry_after).await);
+                }
+                let why = format!("looking it up: {}", refusal.message);
+                let fault = Fault::new(refusal.reason.as_str(), why, Reach::NeverSent);
+                Some(Outcome::Retry { fault, retry_after: refusal.retry_after })
             }
+        }
+    }
+
+    /// An answer that makes no sense.
+    async fn nonsense(&self, message: &Message, why: &str) -> Outcome {
+        match after_nonsense(why, message.attempts, self.0.0.settings.max_attempts) {
+            Next::Settle(outcome) => outcome,
+            Next::Park => self.park(message, why).await,
         }
     }
 
     /// Ends what cannot be sent; but what may have been is for a person to judge.
     async fn give_up(&self, message: &Message, fault: Fault) -> Outcome {
-        if message.maybe_sent { self.park(message).await } else { Outcome::Dead(fault) }
+        if message.maybe_sent { self.park(message, &fault.error).await } else { Outcome::Dead(fault) }
     }
 
     /// It stays where it is until a person has looked.
-    async fn park(&self, message: &Message) -> Outcome {
+    async fn park(&self, message: &Message, why: &str) -> Outcome {
         let id = message.id;
         tracing::error!(
             outbox_id = id,
             lane = LANE,
+            why,
             "an order may have been executed and nobody can tell; find out, then: postrider orders settle KEY --as succeeded|failed"
         );
         if let Some(alerts) = self.0.0.alerts.clone() {
+            let why = why.to_owned();
             let told = self.0.transact(Mode::Write, move |tx| {
-                let (alerts, alert) = (alerts.clone(), needs_reconcile(id));
+                let (alerts, alert) = (alerts.clone(), needs_reconcile(id, &why));
                 Box::pin(async move { alerts.raise(tx, &alert).await })
             });
             if let Err(error) = told.await {
@@ -170,7 +228,7 @@ impl OrderCourier {
         message: &Message,
         began_at: Timestamp,
         took: Duration,
-        execution: Option<crate::result::Execution>,
+        execution: Option<Execution>,
         reason: Option<&'static str>,
     ) {
         let broker = self.adapter().name().to_owned();
@@ -192,22 +250,62 @@ impl OrderCourier {
         let answer = self.adapter().send(&sending).await;
         let took = Tick::now().since(began);
         reach("sent");
-        match answer {
-            Answer::Executed(execution, reason) => {
-                let result_ref = Some(execution.order_ref.clone()).filter(|r| !r.is_empty());
-                self.keep(message, began_at, took, Some(execution), reason.map(Reason::as_str));
-                Outcome::Sent { result_ref }
-            }
-            Answer::Refused(refusal) => {
-                self.keep(message, began_at, took, None, None);
-                if refusal.reason == Reason::Unauthorized {
-                    self.tell_unauthorized(message.id).await;
+        let refusal = match answer {
+            Answer::Executed(execution, reason) => match execution.check(order.qty) {
+                Err(why) => return self.nonsense(message, &why).await,
+                Ok(()) => {
+                    let result_ref = Some(execution.order_ref.clone()).filter(|r| !r.is_empty());
+                    self.keep(message, began_at, took, Some(execution), reason.map(Reason::as_str));
+                    return Outcome::Sent { result_ref };
                 }
-                match after_refusal(refusal, unresolved, resolved) {
-                    Next::Settle(outcome) => outcome,
-                    Next::Park => self.park(message).await,
+            },
+            Answer::Nonsense(why) => return self.nonsense(message, &why).await,
+            Answer::Refused(refusal) if refusal.reason == Reason::Unauthorized => {
+                return self.unauthorized(message.id, refusal.retry_after).await;
+            }
+            Answer::Refused(refusal) => refusal,
+        };
+        let idempotency = self.adapter().idempotency();
+        let mut unresolved = unresolved;
+        let ends = matches!(refusal.reason, Reason::BadRequest | Reason::Rejected);
+        if ends && !unresolved && idempotency == Idempotency::Key && message.lease_token > 1 {
+            match self.past(message.id).await {
+                Ok(past) => unresolved = left_a_doubt(&past),
+                // With its key it may be sent again, and is then refused again.
+                Err(error) => {
+                    tracing::warn!(%error, outbox_id = message.id, "what became of it before cannot be read; the order waits");
+                    return store_unavailable();
                 }
             }
+        }
+        let why = format!("{} after an attempt that may have arrived: {}", refusal.reason.as_str(), refusal.message);
+        match after_refusal(refusal, Sent { unresolved, resolved, idempotency }) {
+            Next::Park => self.park(message, &why).await,
+            Next::Settle(outcome) => {
+                if !matches!(outcome, Outcome::Defer { .. }) {
+                    self.keep(message, began_at, took, None, None);
+                }
+                outcome
+            }
+        }
+    }
+
+    /// Our credentials are refused. Where new ones were found, it goes on at once; else every order waits.
+    async fn unauthorized(&self, id: i64, at_once: Option<Duration>) -> Outcome {
+        match at_once {
+            None => self.tell_unauthorized(id).await,
+            Some(_) => self.0.wake_refused().await,
+        }
+        let refusal = Refusal {
+            reason: Reason::Unauthorized,
+            message: String::new(),
+            reach: Reach::Answered,
+            retry_after: at_once,
+        };
+        let sent = Sent { unresolved: false, resolved: false, idempotency: self.adapter().idempotency() };
+        match after_refusal(refusal, sent) {
+            Next::Settle(outcome) => outcome,
+            Next::Park => store_unavailable(),
         }
     }
 
@@ -264,6 +362,20 @@ impl Courier for OrderCourier {
     }
 }
 
+/// What is known of an order that was claimed.
+struct Standing {
+    entry: Option<Entry>,
+    has_waited: bool,
+}
+
+fn why_parked(message: &Message, claimed: Claimed) -> &'static str {
+    match claimed.poison {
+        true => "too many workers died over it",
+        false if message.attempts == 0 => "a worker died while it was being sent",
+        false => "the broker may have got it, and can neither be asked nor told twice",
+    }
+}
+
 /// What the ledger says already.
 enum Known {
     Nothing,
@@ -306,7 +418,7 @@ fn unreadable(why: &str) -> Fault {
     Fault::new(code::UNREADABLE, format!("the stored order cannot be read: {why}"), Reach::NeverSent)
 }
 
-fn needs_reconcile(id: i64) -> Alert {
+fn needs_reconcile(id: i64, why: &str) -> Alert {
     Alert {
         kind: "needs_reconcile",
         subject: format!("order {id}"),
@@ -314,7 +426,7 @@ fn needs_reconcile(id: i64) -> Alert {
             "order {id} may have been executed and nobody can tell; ask the broker, then: postrider orders settle KEY --as succeeded|failed"
         ),
         count: 1,
-        details: serde_json::json!({ "outbox_id": id }),
+        details: serde_json::json!({ "outbox_id": id, "why": why }),
     }
 }
 
@@ -322,7 +434,7 @@ fn unauthorized() -> Alert {
     Alert {
         kind: "broker_unauthorized",
         subject: LANE.to_owned(),
-        message: "the broker refuses our credentials; orders wait until it takes them: correct [orders.http] headers"
+        message: "the broker refuses our credentials; orders wait until it takes them: correct [orders] headers, or what they refer to"
             .to_owned(),
         count: 1,
         details: serde_json::json!({}),

@@ -130,15 +130,44 @@ pub enum Idempotency {
 pub struct Refusal {
     pub reason: Reason,
     pub message: String,
+    /// As sure as can be: `Unknown` wherever it may have been executed, even where sending it again does no harm.
     pub reach: Reach,
     pub retry_after: Option<Duration>,
 }
 
-/// How sure we are after the broker itself failed. Where a key is executed once it does not matter; elsewhere only 503
-/// says that nothing was done: a server that failed half-way may have executed the order.
-pub fn reach_of_server_error(status: u16, idempotency: Idempotency) -> Reach {
-    if status == 503 || idempotency == Idempotency::Key { Reach::Answered } else { Reach::Unknown }
+/// How sure we are after the broker itself failed: one that failed half-way may have executed the order. Only a 503 that
+/// says when to come back says that nothing was done.
+pub fn reach_of_server_error(status: u16, says_when: bool) -> Reach {
+    if status == 503 && says_when { Reach::Answered } else { Reach::Unknown }
 }
+
+/// What the error of an attempt begins with that surely did nothing.
+const NOTHING_DONE: &str = "nothing was done: ";
+
+/// An attempt that is over, as it is recorded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Past {
+    pub kind: String,
+    pub code: Option<String>,
+    pub error: Option<String>,
+}
+
+/// Whether one of the attempts so far, the oldest first, may have executed the order, though the message is not marked:
+/// where a key is executed once, a broker that failed is simply asked again, and a budget may end that. But a refusal that
+/// comes afterwards may only mean that it has the order already. A person's word ends the doubt.
+pub fn left_a_doubt(attempts: &[Past]) -> bool {
+    attempts.iter().fold(false, |doubt, past| {
+        let (code, error) = (past.code.as_deref().unwrap_or_default(), past.error.as_deref().unwrap_or_default());
+        match code {
+            _ if past.kind == "dead" && error == SETTLED => false,
+            "BROKER_TIMEOUT" | "BROKER_5XX" | "BROKER_UNKNOWN" => doubt || !error.starts_with(NOTHING_DONE),
+            _ => doubt,
+        }
+    })
+}
+
+/// The error of a message that was settled by hand.
+pub const SETTLED: &str = "settled by hand";
 
 /// How an order may be sent that was claimed just now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,18 +184,23 @@ pub enum Way {
 
 /// What is known of a claimed order.
 #[derive(Clone, Copy, Debug)]
-pub struct Claimed<'a> {
+pub struct Claimed {
     pub maybe_sent: bool,
     /// So many workers died over it that it is not tried again.
     pub poison: bool,
-    pub lease_token: i64,
-    pub last_code: Option<&'a str>,
+    /// It has waited for its look-up, and since then nobody held it who may have sent it. Whoever claims after a crash
+    /// waits anew; one who gave it back unsent costs nothing.
+    pub has_waited: bool,
 }
 
-/// The code of an order that waits for its look-up: it holds for the very next claim only, since whoever claims after a
-/// crash must wait anew.
+/// The code of an order that waits for its look-up: with the token of the claim that put it there.
 pub fn awaits_look_up(lease_token: i64) -> String {
     format!("{}:{lease_token}", code::AWAITS_LOOK_UP)
+}
+
+/// The claim that put the order to wait for its look-up, if that is what it did last.
+pub fn waits_since(last_code: Option<&str>) -> Option<i64> {
+    last_code?.strip_prefix(code::AWAITS_LOOK_UP)?.strip_prefix(':')?.parse().ok()
 }
 
 pub fn way(claimed: Claimed, idempotency: Idempotency) -> Way {
@@ -175,10 +209,8 @@ pub fn way(claimed: Claimed, idempotency: Idempotency) -> Way {
         _ if claimed.poison => Way::Park,
         Idempotency::None => Way::Park,
         Idempotency::Key => Way::Send { unresolved: true },
-        Idempotency::LookUp { settling } => {
-            let waited = awaits_look_up(claimed.lease_token - 1);
-            if claimed.last_code == Some(waited.as_str()) { Way::LookUp } else { Way::Wait(settling) }
-        }
+        Idempotency::LookUp { .. } if claimed.has_waited => Way::LookUp,
+        Idempotency::LookUp { settling } => Way::Wait(settling),
     }
 }
 
@@ -192,18 +224,48 @@ pub enum Next {
 /// How long an order waits when our credentials are refused.
 pub const UNAUTHORIZED_DELAY: Duration = Duration::from_secs(30);
 
-/// `resolved`: the broker has just said that it knows nothing of an earlier attempt.
-pub fn after_refusal(refusal: Refusal, unresolved: bool, resolved: bool) -> Next {
+/// What is known of an order when it is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sent {
+    /// An earlier attempt may have arrived.
+    pub unresolved: bool,
+    /// The broker has just said that it knows nothing of an earlier attempt.
+    pub resolved: bool,
+    pub idempotency: Idempotency,
+}
+
+pub fn after_refusal(refusal: Refusal, sent: Sent) -> Next {
     let Refusal { reason, message, reach, retry_after } = refusal;
-    let mut fault = Fault::new(reason.as_str(), message, reach);
-    fault.resolves = resolved;
+    let nothing_done = match reason {
+        Reason::ServerError | Reason::RateLimited => reach != Reach::Unknown,
+        _ => reach == Reach::NeverSent,
+    };
+    // Where a key is executed once, it is sent again without harm, and the budget may end it.
+    let kept = match (reason, sent.idempotency) {
+        (Reason::ServerError, Idempotency::Key) => Reach::Answered,
+        _ => reach,
+    };
+    let message = if nothing_done { format!("{NOTHING_DONE}{message}") } else { message };
+    let mut fault = Fault::new(reason.as_str(), message, kept);
+    fault.resolves = sent.resolved;
     match reason {
-        Reason::Unauthorized => Next::Settle(Outcome::Defer { delay: UNAUTHORIZED_DELAY, code: fault.code }),
+        Reason::Unauthorized => {
+            Next::Settle(Outcome::Defer { delay: retry_after.unwrap_or(UNAUTHORIZED_DELAY), code: fault.code })
+        }
         // Who refuses now may have executed it before: only what was never in doubt ends by a refusal.
-        Reason::BadRequest | Reason::Rejected if unresolved => Next::Park,
+        Reason::BadRequest | Reason::Rejected if sent.unresolved => Next::Park,
         Reason::BadRequest | Reason::Rejected => Next::Settle(Outcome::Dead(fault)),
         _ => Next::Settle(Outcome::Retry { fault, retry_after }),
     }
+}
+
+/// The broker answered, and what it says makes no sense: whatever it did is done. It is asked again within its budget, as
+/// an order in doubt is, and then a person must look: the next answer would be no better.
+pub fn after_nonsense(why: &str, attempts: u32, max_attempts: u32) -> Next {
+    if attempts.saturating_add(1) >= max_attempts {
+        return Next::Park;
+    }
+    Next::Settle(Outcome::retry(Reason::Unknown.as_str(), why, Reach::Unknown))
 }
 
 #[cfg(test)]
@@ -227,54 +289,90 @@ mod tests {
         assert_eq!(legal, diagram);
     }
 
-    fn claimed(maybe_sent: bool, lease_token: i64, last_code: Option<&str>) -> Claimed<'_> {
-        Claimed { maybe_sent, poison: false, lease_token, last_code }
+    fn claimed(maybe_sent: bool, has_waited: bool) -> Claimed {
+        Claimed { maybe_sent, poison: false, has_waited }
     }
 
     #[test]
     fn what_may_have_gone_out_is_never_sent_blindly() {
         for idempotency in [Idempotency::Key, LOOK_UP, Idempotency::None] {
-            assert_eq!(way(claimed(false, 1, None), idempotency), Way::Send { unresolved: false });
+            assert_eq!(way(claimed(false, false), idempotency), Way::Send { unresolved: false });
         }
-        assert_eq!(way(claimed(true, 2, None), Idempotency::Key), Way::Send { unresolved: true });
-        assert_eq!(way(claimed(true, 2, None), Idempotency::None), Way::Park);
-        assert_eq!(way(claimed(true, 2, Some("BROKER_TIMEOUT")), LOOK_UP), Way::Wait(Duration::from_secs(7)));
-        let waits = awaits_look_up(2);
-        assert_eq!(way(claimed(true, 3, Some(&waits)), LOOK_UP), Way::LookUp);
-        assert_eq!(way(claimed(true, 4, Some(&waits)), LOOK_UP), Way::Wait(Duration::from_secs(7)), "a crash between");
+        assert_eq!(way(claimed(true, false), Idempotency::Key), Way::Send { unresolved: true });
+        assert_eq!(way(claimed(true, false), Idempotency::None), Way::Park);
+        assert_eq!(way(claimed(true, false), LOOK_UP), Way::Wait(Duration::from_secs(7)));
+        assert_eq!(way(claimed(true, true), LOOK_UP), Way::LookUp);
         for idempotency in [Idempotency::Key, LOOK_UP, Idempotency::None] {
-            let poison = Claimed { poison: true, ..claimed(true, 3, Some(&waits)) };
+            let poison = Claimed { poison: true, ..claimed(true, true) };
             assert_eq!(way(poison, idempotency), Way::Park);
         }
+        assert_eq!(waits_since(Some(&awaits_look_up(7))), Some(7));
+        assert_eq!([waits_since(None), waits_since(Some("BROKER_TIMEOUT"))], [None, None]);
     }
 
     fn refusal(reason: Reason, reach: Reach) -> Refusal {
         Refusal { reason, message: "no".to_owned(), reach, retry_after: None }
     }
 
+    fn sent(unresolved: bool, idempotency: Idempotency) -> Sent {
+        Sent { unresolved, resolved: false, idempotency }
+    }
+
     #[test]
     fn a_refusal_ends_only_what_was_never_in_doubt() {
         for reason in [Reason::BadRequest, Reason::Rejected] {
-            let next = |unresolved| after_refusal(refusal(reason, Reach::Answered), unresolved, false);
+            let next = |unresolved| after_refusal(refusal(reason, Reach::Answered), sent(unresolved, LOOK_UP));
             assert!(matches!(next(false), Next::Settle(Outcome::Dead(fault)) if fault.code == reason.as_str()));
             assert_eq!(next(true), Next::Park);
         }
         for reason in [Reason::Timeout, Reason::ServerError, Reason::RateLimited, Reason::Unknown] {
-            let next = after_refusal(refusal(reason, Reach::Answered), true, false);
+            let next = after_refusal(refusal(reason, Reach::Answered), sent(true, LOOK_UP));
             assert!(matches!(next, Next::Settle(Outcome::Retry { .. })), "{reason:?}");
         }
-        let ours = after_refusal(refusal(Reason::Unauthorized, Reach::Answered), false, false);
+        let ours = after_refusal(refusal(Reason::Unauthorized, Reach::Answered), sent(false, LOOK_UP));
         assert!(matches!(ours, Next::Settle(Outcome::Defer { .. })), "a rotated key is no attempt");
     }
 
     #[test]
     fn a_server_that_failed_half_way_leaves_a_doubt() {
-        assert_eq!(reach_of_server_error(500, Idempotency::Key), Reach::Answered);
+        assert_eq!(reach_of_server_error(500, true), Reach::Unknown);
+        assert_eq!(
+            reach_of_server_error(503, false),
+            Reach::Unknown,
+            "who answers 503 in a hurry may have executed it"
+        );
+        assert_eq!(reach_of_server_error(503, true), Reach::Answered);
+        let past = |reason, reach, idempotency| match after_refusal(refusal(reason, reach), sent(false, idempotency)) {
+            Next::Settle(Outcome::Retry { fault, .. }) => {
+                let (code, error) = (Some(fault.code.to_string()), Some(fault.error));
+                (fault.reach, Past { kind: "retry".to_owned(), code, error })
+            }
+            other => panic!("{other:?}"),
+        };
+        let (reach, failed) = past(Reason::ServerError, Reach::Unknown, Idempotency::Key);
+        assert_eq!(reach, Reach::Answered, "its budget may end it");
+        let (_, refused) = past(Reason::ServerError, Reach::Answered, Idempotency::Key);
+        let (_, away) = past(Reason::Unknown, Reach::NeverSent, Idempotency::Key);
+        let (_, busy) = past(Reason::RateLimited, Reach::Answered, Idempotency::Key);
+        assert!(
+            left_a_doubt(&[failed.clone(), refused.clone(), away.clone(), busy.clone()]),
+            "but no refusal is believed"
+        );
+        assert!(!left_a_doubt(&[refused, away.clone(), busy]));
+        let by_hand = Past { kind: "dead".to_owned(), code: failed.code.clone(), error: Some(SETTLED.to_owned()) };
+        assert!(!left_a_doubt(&[failed.clone(), by_hand.clone(), away]), "a person knew");
+        assert!(left_a_doubt(&[by_hand, failed]));
         for idempotency in [LOOK_UP, Idempotency::None] {
-            assert_eq!(reach_of_server_error(500, idempotency), Reach::Unknown);
-            assert_eq!(reach_of_server_error(502, idempotency), Reach::Unknown);
-            assert_eq!(reach_of_server_error(503, idempotency), Reach::Answered);
+            assert_eq!(past(Reason::ServerError, Reach::Unknown, idempotency).0, Reach::Unknown);
         }
+    }
+
+    #[test]
+    fn nonsense_is_asked_about_again_within_the_budget_and_then_a_person_is() {
+        let doubt = |next| matches!(next, Next::Settle(Outcome::Retry { fault, .. }) if fault.reach == Reach::Unknown);
+        assert!(doubt(after_nonsense("?", 0, 3)) && doubt(after_nonsense("?", 1, 3)));
+        assert_eq!(after_nonsense("?", 2, 3), Next::Park);
+        assert_eq!(after_nonsense("?", 0, 1), Next::Park);
     }
 
     #[test]

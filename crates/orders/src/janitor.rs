@@ -1,27 +1,37 @@
 //! What has ended and is past its time goes: entry, events, key and message together. Nothing unfinished ever does.
 
+use std::time::Duration;
+
 use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
+use postrider::time::micros_of;
 use postrider::tx::{Dialect, Tx, in_ids};
 
+use crate::decide::code;
 use crate::ledger::{self, Entry, in_keys, key_hash};
 use crate::{LANE, Orders};
 
 /// Entries of one transaction.
 const BATCH: usize = 500;
+/// Messages looked at for strangers in one transaction.
+const STRANGERS: usize = 200;
 
 impl Orders {
-    /// Reaps all that is past its time; answers how many orders went.
+    /// Reaps all that is past its time, and wakes what waits for nobody; answers how many orders went.
     pub async fn reap(&self) -> Result<usize> {
+        self.wake_stranded().await?;
         let mut gone = 0;
         loop {
             let batch = self.transact(Mode::Write, |tx| Box::pin(reap_some(tx))).await?;
             gone += batch;
             if batch < BATCH {
-                return Ok(gone);
+                break;
             }
         }
+        let ttl = self.0.settings.ledger_ttl;
+        while self.transact(Mode::Write, move |tx| Box::pin(reap_strangers(tx, ttl))).await? == STRANGERS {}
+        Ok(gone)
     }
 }
 
@@ -48,6 +58,33 @@ async fn reap_some(tx: &mut (dyn Tx + Send)) -> Result<usize> {
         reap(tx, &over).await?;
     }
     Ok(over.len())
+}
+
+/// Messages that ended without an entry of their own: another order has their key, or they have none. They are kept as
+/// long as any order that has ended.
+async fn reap_strangers(tx: &mut (dyn Tx + Send), ttl: Duration) -> Result<usize> {
+    let dialect = tx.dialect();
+    let mut params = Vec::new();
+    let old = tx.now().bound(-micros_of(ttl), &mut params);
+    // Any other that is as old goes with its entry.
+    let sql = format!(
+        "SELECT id FROM (SELECT id, last_error_code, active_key FROM outbox_done
+                         WHERE lane = '{LANE}' AND status = 'dead' AND finished_at < {old} ORDER BY finished_at LIMIT {STRANGERS}) oldest
+         WHERE last_error_code = '{}' OR active_key IS NULL",
+        code::CONFLICT
+    );
+    let rows = tx.query(&sql, &params).await?;
+    let ids: Vec<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    if !ids.is_empty() {
+        permit(tx, "prune").await?;
+        for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {
+            let mut params = Vec::new();
+            let list = in_ids(dialect, &ids, &mut params);
+            tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
+        }
+        withdraw_permit(tx).await?;
+    }
+    Ok(ids.len())
 }
 
 /// Takes entries that are past their time away, with all that belongs to them.

@@ -193,7 +193,7 @@ pub(crate) struct Finish {
 /// `in_progress` → `succeeded` or `failed`, for good but for requeue. An entry that has ended is left as it is: `false`.
 pub(crate) async fn finish(
     tx: &mut (dyn Tx + Send),
-    (key, outbox_id): (&str, i64),
+    (key, outbox_id): (&str, Option<i64>),
     finish: &Finish,
     ttl: Duration,
     by: &By,
@@ -218,7 +218,10 @@ pub(crate) async fn finish(
          WHERE idempotency_key = ? AND status = 'in_progress'"
     );
     let ended = tx.execute(&sql, &params).await? == 1;
-    remember_key(tx, key, outbox_id, ttl).await?;
+    // Without a message there is none to find; the entry goes when its key is used again.
+    if let Some(outbox_id) = outbox_id {
+        remember_key(tx, key, outbox_id, ttl).await?;
+    }
     if !ended {
         return Ok(false);
     }

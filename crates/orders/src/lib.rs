@@ -14,6 +14,7 @@ pub mod result;
 mod book;
 mod conflicts;
 mod courier;
+mod doctor;
 mod failpoint;
 mod intake;
 mod janitor;
@@ -34,6 +35,7 @@ use self::adapters::Adapter;
 pub use self::book::Book;
 pub use self::conflicts::Conflict;
 pub use self::courier::OrderCourier;
+use self::decide::Reason;
 pub use self::decide::{Idempotency, Status};
 pub use self::intake::{NewOrder, Placed, check_key};
 pub use self::ledger::{By, Entry, LedgerEvent};
@@ -60,11 +62,13 @@ pub struct Settings {
     pub ledger_ttl: Duration,
     /// Workers that may die over an order before it is not tried again.
     pub max_crashes: u32,
+    /// Of [`lane_settings`]: after so many outcomes a broker that answers nonsense is not asked again.
+    pub max_attempts: u32,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { ledger_ttl: Duration::from_secs(48 * 3600), max_crashes: 5 }
+        Settings { ledger_ttl: Duration::from_secs(48 * 3600), max_crashes: 5, max_attempts: 6 }
     }
 }
 
@@ -87,6 +91,8 @@ pub fn lane_settings() -> LaneSettings {
     settings.budgets.max_attempts = 6;
     settings.budgets.backoff = Backoff::Table([5, 10, 20, 40, 80, 160].map(Duration::from_secs).to_vec());
     settings.budgets.keep_unresolved = true;
+    // Whatever their instrument, they all go to one broker.
+    settings.one_destination = true;
     settings
 }
 
@@ -106,6 +112,7 @@ struct Inner {
     adapter: Arc<dyn Adapter>,
     store_id: String,
     alerts: Option<Alerts>,
+    rounds: std::sync::Mutex<doctor::Rounds>,
 }
 
 impl Orders {
@@ -121,7 +128,24 @@ impl Orders {
         let (ledger_ttl, rules_id) = (settings.ledger_ttl, store_id.clone());
         book.open(book::Rules { ledger_ttl, store_id: rules_id, alerts: alerts.clone() });
         let outbox = outbox.owning(OWNER);
-        Ok(Orders(Arc::new(Inner { outbox, settings, book, adapter, store_id, alerts })))
+        Ok(Orders(Arc::new(Inner { outbox, settings, book, adapter, store_id, alerts, rounds: Default::default() })))
+    }
+
+    /// Reads the broker's credentials again; answers whether they are others now.
+    pub async fn renew_credentials(&self) -> bool {
+        let renewed = self.0.adapter.renew().await;
+        if renewed {
+            self.wake_refused().await;
+        }
+        renewed
+    }
+
+    /// What was refused with the old credentials goes on with the new ones.
+    async fn wake_refused(&self) {
+        let woken = self.0.outbox.wake_waiting(LANE, Some(&[Reason::Unauthorized.as_str()])).await;
+        if let Err(error) = woken {
+            tracing::warn!(%error, "orders that wait for new credentials could not be woken; they go on by themselves");
+        }
     }
 
     /// The id of an order, its own or ours.

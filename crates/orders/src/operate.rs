@@ -7,9 +7,9 @@ use postrider::store::{Mode, Requeued};
 use postrider::{Error, OPERATOR, Result, clock};
 
 use crate::Orders;
-use crate::book::Tried;
-use crate::decide::{Event, Status, code};
-use crate::ledger::{self, By, Entry, LedgerEvent};
+use crate::book::{Tried, unreadable_result};
+use crate::decide::{Event, SETTLED, Status, code, http_status};
+use crate::ledger::{self, By, Entry, Finish, LedgerEvent};
 use crate::result::Execution;
 
 /// How a requeue went.
@@ -82,10 +82,12 @@ impl Orders {
     /// end together.
     pub async fn settle(&self, key: &str, executed: bool, broker_ref: Option<String>, by: By) -> Result<ByHand> {
         let Some(entry) = self.entry(key).await? else { return Ok(ByHand::NotFound) };
-        let Some(id) = entry.outbox_id else { return Ok(ByHand::NotFound) };
         if entry.status != Status::InProgress {
             return Ok(ByHand::Refused(format!("it has ended: {}", entry.status.as_str())));
         }
+        let Some(id) = entry.outbox_id.filter(|_| entry.live) else {
+            return self.settle_alone(key, executed, broker_ref, by).await;
+        };
         let shown = self.0.outbox.show(id).await?.map(|found| found.0);
         let Some(shown) = shown else { return Ok(ByHand::Refused("its message is gone".to_owned())) };
         let owner = format!("{OPERATOR}{}", clock::incarnation(None));
@@ -100,7 +102,7 @@ impl Orders {
             true => Verdict::Sent { result_ref: broker_ref.clone(), dedup_hit: false },
             false => Verdict::Dead {
                 code: reason,
-                error: "settled by hand".to_owned(),
+                error: SETTLED.to_owned(),
                 certainty: Certainty::Resolved,
                 counted: false,
             },
@@ -116,9 +118,9 @@ impl Orders {
             reason: executed.then_some(code::SETTLED_BY_HAND),
             by,
         };
-        self.0.book.keep(id, tried);
+        self.0.book.keep_by_hand(lease, tried);
         let settled = self.0.outbox.store().settle(&lane, &owner, &[Settlement::new(lease, verdict)]).await;
-        self.0.book.forget(id);
+        self.0.book.forget_by_hand(lease);
         match settled?.first() {
             Some(Settled::Applied) => {}
             other => return Ok(ByHand::Refused(format!("somebody else was faster: {other:?}"))),
@@ -128,6 +130,38 @@ impl Orders {
         if Ok(entry.status) != wanted {
             return Err(Error::database("the entry does not stand where it was put"));
         }
+        Ok(ByHand::Done(Box::new(entry)))
+    }
+}
+
+impl Orders {
+    /// Ends an entry whose message is gone or has ended without it, so that nothing else will.
+    async fn settle_alone(&self, key: &str, executed: bool, broker_ref: Option<String>, by: By) -> Result<ByHand> {
+        let ended = self.ended_of(vec![key.to_owned()]).await?.first().map(|(id, _)| *id);
+        let (ttl, work) = (self.0.settings.ledger_ttl, std::sync::Arc::new((key.to_owned(), broker_ref, by)));
+        let done = self.transact(Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move {
+                let (key, broker_ref, by) = &*work;
+                let alone = |entry: &Entry| entry.status == Status::InProgress && !entry.live;
+                if !ledger::find_one(tx, key, true).await?.is_some_and(|entry| alone(&entry)) {
+                    return Ok(false);
+                }
+                let event = if executed { Event::Executed } else { Event::Refused };
+                let finish = Finish {
+                    event,
+                    http_status: if executed { 200 } else { http_status(code::SETTLED_BY_HAND) },
+                    response: unreadable_result(event, key, Some(code::SETTLED_BY_HAND)),
+                    broker_ref: broker_ref.clone(),
+                    reason_code: Some(code::SETTLED_BY_HAND.to_owned()),
+                };
+                ledger::finish(tx, (key, ended), &finish, ttl, by).await
+            })
+        });
+        if !done.await? {
+            return Ok(ByHand::Refused("somebody else was faster".to_owned()));
+        }
+        let entry = self.entry(key).await?.ok_or_else(|| Error::database("the entry is gone"))?;
         Ok(ByHand::Done(Box::new(entry)))
     }
 }

@@ -46,10 +46,19 @@ pub struct Execution {
 }
 
 impl Execution {
-    /// Refuses what could not be added up.
-    pub fn check(&self) -> Result<(), String> {
+    /// Refuses what cannot have happened to an order of this quantity.
+    pub fn check(&self, ordered: Decimal) -> Result<(), String> {
+        for Fill { px, qty, .. } in &self.fills {
+            if px.0 <= Decimal::ZERO || qty.0 <= Decimal::ZERO {
+                return Err(format!("a fill of {} at {} makes no sense", qty.0, px.0));
+            }
+        }
         let sum = self.fills.iter().try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.qty.0));
-        sum.map(drop).ok_or_else(|| "its fills add up to more than can be kept".to_owned())
+        match sum {
+            None => Err("its fills add up to more than can be kept".to_owned()),
+            Some(sum) if sum > ordered => Err(format!("{sum} were executed where {ordered} were ordered")),
+            Some(_) => Ok(()),
+        }
     }
 
     pub fn executed_qty(&self) -> Decimal {
@@ -60,11 +69,19 @@ impl Execution {
     /// With as many digits as can be kept where it does not come out even.
     pub fn average_price(&self) -> Option<Decimal> {
         let qty = self.executed_qty();
-        let paid = self
-            .fills
-            .iter()
-            .try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.px.0.checked_mul(fill.qty.0)?))?;
-        paid.checked_div(qty).map(|price| price.normalize())
+        let paid =
+            self.fills.iter().try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(fill.px.0.checked_mul(fill.qty.0)?));
+        let average = match paid {
+            Some(paid) => paid.checked_div(qty)?,
+            // What was paid is more than can be kept; the average is not: it lies between the prices.
+            None => {
+                let highest = self.fills.iter().map(|fill| fill.px.0).max()?;
+                let share = |fill: &Fill| fill.px.0.checked_mul(fill.qty.0.checked_div(qty)?);
+                let shares = self.fills.iter().try_fold(Decimal::ZERO, |sum, fill| sum.checked_add(share(fill)?));
+                shares.map_or(highest, |average| average.min(highest))
+            }
+        };
+        Some(average.normalize())
     }
 }
 
@@ -153,5 +170,32 @@ mod tests {
         let execution = Execution { order_ref: "r".to_owned(), fills: vec![fill(10, 1), fill(16, 2)] };
         assert_eq!((execution.executed_qty(), execution.average_price()), (3.into(), Some(14.into())));
         assert_eq!(Execution::default().average_price(), None);
+        let huge: Decimal = "60000000000000000000000000000".parse().unwrap();
+        let fill = |px: Decimal, qty: i64| Fill { px: Number(px), qty: Number(qty.into()), ts: String::new() };
+        let average = |fills| Execution { order_ref: String::new(), fills }.average_price().unwrap();
+        assert_eq!(average(vec![fill(huge, 4)]), huge, "what was paid is more than can be kept");
+        assert_eq!(
+            average(vec![fill(huge, 3), fill(huge / Decimal::TWO, 1)]),
+            huge * "0.875".parse::<Decimal>().unwrap()
+        );
+        assert_eq!(average(vec![fill(Decimal::MAX, 3), fill(Decimal::MAX, 4)]), Decimal::MAX);
+    }
+
+    #[test]
+    fn nonsense_is_told_from_an_execution() {
+        let check = |fills: &[(i64, i64)]| {
+            let fill = |(px, qty): &(i64, i64)| Fill {
+                px: Number((*px).into()),
+                qty: Number((*qty).into()),
+                ts: String::new(),
+            };
+            Execution { order_ref: "r".to_owned(), fills: fills.iter().map(fill).collect() }.check(10.into())
+        };
+        for fine in [&[][..], &[(1, 10)], &[(1, 4), (2, 6)], &[(1, 3)]] {
+            assert_eq!(check(fine), Ok(()), "{fine:?}");
+        }
+        for nonsense in [&[(-1, 10)][..], &[(0, 10)], &[(1, -1), (1, 3)], &[(1, 0)], &[(1, 11)], &[(1, 6), (1, 5)]] {
+            assert!(check(nonsense).is_err(), "{nonsense:?}");
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Pure decisions about delivery: no I/O, no clock, no randomness. Time and chance are arguments.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::backoff::Backoff;
@@ -134,6 +135,57 @@ pub enum HttpClass {
     Sent,
     Retry,
     Dead,
+}
+
+/// What statuses mean where it differs from [`http_class`]. One status beats its hundred.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HttpClasses {
+    statuses: BTreeMap<u16, HttpClass>,
+    hundreds: BTreeMap<u16, HttpClass>,
+}
+
+impl HttpClasses {
+    /// From words: `404` or `5xx`, and `sent`, `retry` or `dead`.
+    pub fn new<'a>(words: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, String> {
+        let mut classes = HttpClasses::default();
+        for (status, class) in words {
+            let class = match class {
+                "sent" => HttpClass::Sent,
+                "retry" => HttpClass::Retry,
+                "dead" => HttpClass::Dead,
+                _ => return Err(format!("`{class}` is none of sent, retry, dead")),
+            };
+            // 1xx is no answer yet.
+            let digits = |text: &str| text.bytes().all(|b| b.is_ascii_digit());
+            let number = |text: &str| text.parse::<u16>().ok().filter(|_| digits(text));
+            let hundred = status.strip_suffix("xx").and_then(number).filter(|n| (2..=5).contains(n));
+            match (hundred, number(status).filter(|n| (200..=599).contains(n))) {
+                (Some(hundred), _) => classes.hundreds.insert(hundred, class),
+                (None, Some(status)) => classes.statuses.insert(status, class),
+                _ => return Err(format!("`{status}` is no status; write one from 200 to 599, or 2xx to 5xx")),
+            };
+        }
+        if (200..=599).all(|status| classes.of(status) != HttpClass::Sent) {
+            return Err("with these nothing would ever count as sent".to_owned());
+        }
+        Ok(classes)
+    }
+
+    pub fn of(&self, status: u16) -> HttpClass {
+        let own = self.statuses.get(&status).or_else(|| self.hundreds.get(&(status / 100)));
+        own.copied().unwrap_or_else(|| http_class(status))
+    }
+
+    /// As they were written.
+    pub fn words(&self) -> BTreeMap<String, &'static str> {
+        let word = |class: &HttpClass| match class {
+            HttpClass::Sent => "sent",
+            HttpClass::Retry => "retry",
+            HttpClass::Dead => "dead",
+        };
+        let hundreds = self.hundreds.iter().map(|(hundred, class)| (format!("{hundred}xx"), word(class)));
+        self.statuses.iter().map(|(status, class)| (status.to_string(), word(class))).chain(hundreds).collect()
+    }
 }
 
 /// 2xx sent; 408, 425, 429 and 5xx retry; redirects and every other 4xx are dead.
@@ -289,6 +341,32 @@ mod tests {
                 .chain([(410, Dead), (425, Retry), (429, Retry), (500, Retry), (503, Retry), (599, Retry), (100, Dead)])
         {
             assert_eq!(http_class(status), class, "{status}");
+            assert_eq!(HttpClasses::default().of(status), class, "{status}");
         }
+    }
+
+    #[test]
+    fn a_lane_may_see_statuses_otherwise() {
+        use HttpClass::*;
+        let classes = HttpClasses::new([("404", "retry"), ("5xx", "dead"), ("503", "retry"), ("409", "sent")]).unwrap();
+        let seen = [404, 500, 503, 409, 410, 200, 429].map(|status| classes.of(status));
+        assert_eq!(seen, [Retry, Dead, Retry, Sent, Dead, Sent, Retry]);
+        assert_eq!(classes.words().len(), 4);
+        for (status, class) in [
+            ("404", "again"),
+            ("404", ""),
+            ("99", "dead"),
+            ("1xx", "dead"),
+            ("600", "dead"),
+            ("6xx", "dead"),
+            ("4x", "dead"),
+            ("+404", "dead"),
+            ("xx", "dead"),
+            ("", "dead"),
+            ("2xx", "dead"),
+        ] {
+            assert!(HttpClasses::new([(status, class)]).is_err(), "{status} = {class}");
+        }
+        assert!(HttpClasses::new([("2xx", "retry"), ("204", "sent")]).is_ok());
     }
 }

@@ -152,7 +152,7 @@ impl NewMessage {
         if self.delay > MAX_DELAY {
             return Err(Error::invalid("the delay is longer than ten years"));
         }
-        let storable = Timestamp::default()..=Timestamp::FAR_FUTURE;
+        let storable = Timestamp::default()..=Timestamp::LAST;
         if self.deliver_before.is_some_and(|limit| !storable.contains(&limit)) {
             return Err(Error::invalid("deliver_before lies before 1970 or after 9999; leave it out instead"));
         }
@@ -298,6 +298,9 @@ mod tests {
         assert!(fails(NewMessage::new("l", vec![0; (1 << 20) + 1])).contains("max_payload_bytes"));
         assert!(fails(NewMessage::new("l", "x").key("k".repeat(256))).contains("at most 255"));
         assert!(fails(NewMessage::new("l", "x").key("")).contains("leave it out"));
+        let before = |text: &str| NewMessage::new("l", "x").deliver_before(text.parse().unwrap());
+        assert!(before("9999-12-31T23:59:59Z").validate(&rules).is_ok(), "not after 9999");
+        assert!(fails(before("1969-12-31T23:59:59Z")).contains("leave it out"));
         assert!(NewMessage::new("l", vec![0; 1 << 20]).key("k".repeat(255)).validate(&rules).is_ok());
         assert!(check_lane_name("in voices").is_err() && check_lane_name("").is_err());
     }

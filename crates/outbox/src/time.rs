@@ -15,6 +15,9 @@ impl Timestamp {
     /// 9999-12-31, the last day every database can store: "parked until somebody says otherwise".
     pub const FAR_FUTURE: Timestamp = Timestamp(253_402_214_400_000_000);
 
+    /// The last moment of 9999: what lies behind it, like PostgreSQL's `infinity`, is shown as this.
+    pub const LAST: Timestamp = Timestamp(253_402_300_799_999_999);
+
     pub const fn from_micros(micros: i64) -> Self {
         Timestamp(micros)
     }
@@ -38,7 +41,8 @@ impl Timestamp {
     }
 
     pub fn to_datetime(self) -> OffsetDateTime {
-        OffsetDateTime::from_unix_timestamp_nanos(i128::from(self.0) * 1000).unwrap_or(OffsetDateTime::UNIX_EPOCH)
+        let micros = self.0.min(Self::LAST.0);
+        OffsetDateTime::from_unix_timestamp_nanos(i128::from(micros) * 1000).unwrap_or(OffsetDateTime::UNIX_EPOCH)
     }
 }
 
@@ -103,5 +107,7 @@ mod tests {
         assert!("yesterday".parse::<Timestamp>().unwrap_err().contains("2026-03-01T12:00:00Z"));
         assert_eq!(Timestamp::FAR_FUTURE.to_string(), "9999-12-31T00:00:00Z");
         assert_eq!(Timestamp::FAR_FUTURE.plus(Duration::MAX), Timestamp::FAR_FUTURE);
+        assert_eq!(Timestamp::from_micros(i64::MAX).to_string(), "9999-12-31T23:59:59.999999Z", "as good as never");
+        assert_eq!("9999-12-31T23:59:59.999999Z".parse(), Ok(Timestamp::LAST));
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::couriers::{Log, Noop};
+use postrider::decide::HttpClasses;
 use postrider::{Courier, Outbox};
 
 use crate::failure::{Failure, Result};
@@ -18,6 +19,7 @@ pub enum Destination {
         url: String,
         timeout: Duration,
         headers: Vec<(String, String)>,
+        statuses: HttpClasses,
     },
     Print {
         show_payload: bool,
@@ -53,12 +55,12 @@ impl Destination {
     /// As it may be shown: where to, but not with which headers.
     pub fn shown(&self) -> serde_json::Value {
         match self {
-            Destination::Http { url, timeout, headers } => {
+            Destination::Http { url, timeout, headers, statuses } => {
                 let headers: serde_json::Map<String, serde_json::Value> =
                     headers.iter().map(|(name, _)| (name.clone(), "***".into())).collect();
                 // A path or a query may hold a secret.
                 let origin = url::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default();
-                serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers })
+                serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers, "statuses": statuses.words() })
             }
             other => serde_json::json!({ "kind": other.name() }),
         }
@@ -67,7 +69,9 @@ impl Destination {
     /// Refuses what nothing could be delivered to, before anything starts.
     pub fn check(&self) -> postrider::Result<()> {
         match self {
-            Destination::Http { url, timeout, headers } => http(url, *timeout, headers, "any").map(drop),
+            Destination::Http { url, timeout, headers, statuses } => {
+                http(url, *timeout, headers, statuses, "any").map(drop)
+            }
             _ => Ok(()),
         }
     }
@@ -87,13 +91,20 @@ impl Destination {
             Destination::Print { show_payload } => {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })
             }
-            Destination::Http { url, timeout, headers } => {
-                Arc::new(http(url, *timeout, headers, &outbox.store_id().await?)?)
+            Destination::Http { url, timeout, headers, statuses } => {
+                Arc::new(http(url, *timeout, headers, statuses, &outbox.store_id().await?)?)
             }
         })
     }
 }
 
-fn http(url: &str, timeout: Duration, headers: &[(String, String)], store_id: &str) -> postrider::Result<Http> {
-    Http::new(HttpSettings { timeout, headers: headers.to_vec(), ..HttpSettings::new(url, store_id) })
+fn http(
+    url: &str,
+    timeout: Duration,
+    headers: &[(String, String)],
+    statuses: &HttpClasses,
+    store_id: &str,
+) -> postrider::Result<Http> {
+    let (headers, statuses) = (headers.to_vec(), statuses.clone());
+    Http::new(HttpSettings { timeout, headers, statuses, ..HttpSettings::new(url, store_id) })
 }

@@ -16,6 +16,7 @@ mod live;
 mod logs;
 mod loopback;
 mod mcp;
+mod mcp_wire;
 mod metrics;
 mod output;
 mod parts;

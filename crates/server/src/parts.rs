@@ -52,7 +52,9 @@ pub async fn orders(config: &Config, outbox: &Outbox) -> Result<Orders> {
     let orders = &config.orders;
     let adapter: Arc<dyn Adapter> = match &orders.broker {
         Broker::Paper { settings, .. } => Arc::new(PaperBroker::new(outbox.clone(), *settings)),
-        Broker::Http(settings) => Arc::new(HttpBroker::new(settings.clone())?),
+        Broker::Http { settings, credentials } => {
+            Arc::new(HttpBroker::new(settings.clone())?.with_credentials(credentials.clone()))
+        }
     };
     let alerts = alerts(config, outbox);
     Ok(Orders::new(outbox.clone(), orders.settings.clone(), orders.book.clone(), adapter, alerts).await?)

@@ -2,14 +2,15 @@
 //! of the order goes with every request as `Idempotency-Key`.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::header::{ACCEPT, CONTENT_TYPE, USER_AGENT};
+use http::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
+use postrider::clock::Tick;
 use postrider::couriers::exchange::{Answer as Reply, Exchange, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
@@ -23,12 +24,20 @@ use crate::result::{Execution, Fill, Number};
 /// Most bytes of a broker's answer.
 const MOST_BODY: usize = 1 << 20;
 
+/// Credentials are not read again before this time has passed: they may come from a program.
+const BETWEEN_READINGS: Duration = Duration::from_secs(2);
+
 /// What a status of the broker means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meaning {
     Executed,
     Refused(Reason),
+    /// The broker failed, and surely did nothing.
+    NothingDone,
 }
+
+/// Where the values of headers come from when they are read again: secrets are references. It may block.
+pub type Credentials = Arc<dyn Fn() -> Result<Vec<(String, String)>, String> + Send + Sync>;
 
 impl Meaning {
     /// By the name of the reason, in the words of the configuration.
@@ -41,13 +50,14 @@ impl Meaning {
             "unauthorized" => Meaning::Refused(Reason::Unauthorized),
             "rate_limited" => Meaning::Refused(Reason::RateLimited),
             "server_error" => Meaning::Refused(Reason::ServerError),
+            "nothing_done" => Meaning::NothingDone,
             "timeout" => Meaning::Refused(Reason::Timeout),
             "unknown" => Meaning::Refused(Reason::Unknown),
             _ => return None,
         })
     }
 
-    pub const WORDS: &str = "executed, already_processed, rejected, bad_request, unauthorized, rate_limited, server_error, timeout, unknown";
+    pub const WORDS: &str = "executed, already_processed, rejected, bad_request, unauthorized, rate_limited, server_error, nothing_done, timeout, unknown";
 
     fn of(status: u16) -> Meaning {
         match status {
@@ -79,38 +89,83 @@ pub struct HttpBroker {
     exchange: Exchange,
     settings: HttpSettings,
     url: Uri,
-    headers: HeaderMap,
+    look_up: Option<LookUp>,
+    headers: RwLock<HeaderMap>,
+    credentials: Option<Credentials>,
+    read_at: tokio::sync::Mutex<Option<Tick>>,
 }
 
 impl HttpBroker {
     pub fn new(settings: HttpSettings) -> Result<Self> {
-        let mut headers = HeaderMap::new();
-        headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
-        headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        for (name, value) in &settings.headers {
-            let wrong = || Error::invalid(format!("the header {name} of the broker cannot be sent"));
-            headers.insert(HeaderName::try_from(name).map_err(|_| wrong())?, value.parse().map_err(|_| wrong())?);
-        }
+        let headers = RwLock::new(request_headers(&settings.headers)?);
         let url = uri(&settings.url)?;
-        match (&settings.look_up_url, settings.idempotency) {
-            (None, Idempotency::LookUp { .. }) => {
-                return Err(Error::invalid("look_up_url is missing: where is a key looked up?"));
-            }
-            (Some(look_up), _) if !look_up.contains("{key}") => {
-                return Err(Error::invalid("look_up_url must have {key} where the key belongs"));
-            }
-            (Some(look_up), _) => drop(uri(&look_up.replace("{key}", "k"))?),
-            (None, _) => {}
+        let look_up = settings.look_up_url.as_deref().map(LookUp::new).transpose()?;
+        if let (None, Idempotency::LookUp { .. }) = (&look_up, settings.idempotency) {
+            return Err(Error::invalid("look_up_url is missing: where is a key looked up?"));
         }
         let exchange = Exchange::new(Arc::new(System), settings.timeout)?;
-        Ok(HttpBroker { exchange, settings, url, headers })
+        Ok(HttpBroker { exchange, settings, url, look_up, headers, credentials: None, read_at: Default::default() })
     }
 
-    async fn ask(&self, method: Method, url: Uri, key: &str, trace: &[(String, String)], body: Bytes) -> Reply {
+    /// Reads its headers from there when the broker refuses those it has, and when it is told to.
+    pub fn with_credentials(mut self, credentials: Credentials) -> Self {
+        self.credentials = Some(credentials);
+        self
+    }
+
+    /// As often as it is wanted, but of many who are refused at once the first reads for all.
+    async fn renew_for(&self, refused: &HeaderMap) -> bool {
+        let mut read_at = self.read_at.lock().await;
+        if *self.headers.read().unwrap_or_else(PoisonError::into_inner) != *refused {
+            return true;
+        }
+        if read_at.is_some_and(|at| Tick::now().since(at) < BETWEEN_READINGS) {
+            return false;
+        }
+        *read_at = Some(Tick::now());
+        self.read_headers().await
+    }
+
+    async fn read_headers(&self) -> bool {
+        let Some(credentials) = self.credentials.clone() else { return false };
+        let read = tokio::task::spawn_blocking(move || credentials()).await.unwrap_or_else(|e| Err(e.to_string()));
+        let read = read.and_then(|headers| request_headers(&headers).map_err(|e| e.message));
+        match read {
+            Err(error) => {
+                tracing::warn!(error, "the credentials for the broker cannot be read again; those in use stay");
+                false
+            }
+            Ok(headers) => {
+                let mut in_use = self.headers.write().unwrap_or_else(PoisonError::into_inner);
+                let changed = *in_use != headers;
+                *in_use = headers;
+                changed
+            }
+        }
+    }
+
+    fn headers(&self) -> HeaderMap {
+        self.headers.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Our credentials are refused; with others it may be tried at once.
+    async fn unauthorized(&self, status: u16, sent: &HeaderMap) -> Refusal {
+        let retry_after = self.renew_for(sent).await.then_some(Duration::ZERO);
+        let message = format!("status {status}");
+        Refusal { reason: Reason::Unauthorized, message, reach: Reach::Answered, retry_after }
+    }
+
+    async fn ask(
+        &self,
+        (method, url): (Method, Uri),
+        headers: HeaderMap,
+        key: &str,
+        trace: &[(String, String)],
+        body: Bytes,
+    ) -> Reply {
         let mut request = Request::new(Full::new(body));
         (*request.method_mut(), *request.uri_mut()) = (method, url);
-        *request.headers_mut() = self.headers.clone();
+        *request.headers_mut() = headers;
         for (name, value) in trace.iter().filter(|(name, _)| name == "traceparent" || name == "tracestate") {
             if let (Ok(name), Ok(value)) = (HeaderName::try_from(name), HeaderValue::try_from(value)) {
                 request.headers_mut().insert(name, value);
@@ -127,8 +182,59 @@ impl HttpBroker {
     }
 }
 
+/// What every request carries. Errors name a header, never its value.
+fn request_headers(wanted: &[(String, String)]) -> Result<HeaderMap> {
+    let mut headers = HeaderMap::new();
+    headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
+    headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    for (name, value) in wanted {
+        let wrong = || Error::invalid(format!("the header {name} of the broker cannot be sent"));
+        let mut value: HeaderValue = value.parse().map_err(|_| wrong())?;
+        value.set_sensitive(true);
+        headers.insert(HeaderName::try_from(name).map_err(|_| wrong())?, value);
+    }
+    Ok(headers)
+}
+
+/// Where keys are looked up: what stands before a key and behind it.
+#[derive(Debug)]
+struct LookUp {
+    before: String,
+    after: String,
+}
+
+impl LookUp {
+    fn new(template: &str) -> Result<Self> {
+        /// Stands for the key while the URL is read.
+        const PLACE: &str = "postrider-key-here";
+        if !template.contains("{key}") {
+            return Err(Error::invalid("look_up_url must have {key} where the key belongs"));
+        }
+        let whole = uri(&template.replace("{key}", PLACE))?.to_string();
+        let mut parts = whole.split(PLACE);
+        match (parts.next(), parts.next(), parts.next()) {
+            (Some(before), Some(after), None) => Ok(LookUp { before: before.to_owned(), after: after.to_owned() }),
+            _ => Err(Error::invalid("look_up_url must have {key} once, in its path or its query")),
+        }
+    }
+
+    /// The URL that asks about this key and no other.
+    fn of(&self, key: &str) -> std::result::Result<Uri, String> {
+        // A path of dots is another path, however it is written: on the way somebody would make it one.
+        let whole_segment = self.before.ends_with('/') && (self.after.is_empty() || self.after.starts_with(['/', '?']));
+        if matches!(key, "." | "..") && whole_segment && !self.before.contains('?') {
+            return Err(format!("the key `{key}` cannot stand in a path, so the broker cannot be asked about it"));
+        }
+        let encoded: String = url::form_urlencoded::byte_serialize(key.as_bytes()).collect();
+        let url = format!("{}{}{}", self.before, encoded.replace('+', "%20"), self.after);
+        url.parse().map_err(|e| format!("the broker cannot be asked about this key: {e}"))
+    }
+}
+
 fn uri(text: &str) -> Result<Uri> {
-    let wrong = |why: &dyn std::fmt::Display| Error::invalid(format!("`{text}` is no URL of a broker: {why}"));
+    // The text itself may hold a secret.
+    let wrong = |why: &dyn std::fmt::Display| Error::invalid(format!("this is no URL of a broker: {why}"));
     let url = Url::parse(text).map_err(|e| wrong(&e))?;
     if !matches!(url.scheme(), "http" | "https") {
         return Err(wrong(&"use http or https"));
@@ -173,18 +279,27 @@ fn said(body: &[u8], whole: bool) -> Result<Found, String> {
     }
     let said: Said = serde_json::from_slice(body).map_err(|e| e.to_string())?;
     let refused = ["rejected", "canceled", "cancelled", "expired"];
+    let unknown = ["not_found", "unknown_key"];
     let status = said.status.unwrap_or_default().to_ascii_lowercase();
     // What was filled before the rest was cancelled is executed.
     if said.fills.is_empty() && refused.contains(&status.as_str()) {
         return Ok(Found::Rejected(format!("the broker says: {status}")));
+    }
+    if said.fills.is_empty() && unknown.contains(&status.as_str()) {
+        return Ok(Found::Nothing);
     }
     let reference = said.order_ref.or(said.id).ok_or("it has neither order_ref nor id")?;
     let order_ref = reference.as_str().map_or_else(|| reference.to_string(), str::to_owned);
     if order_ref.len() > 255 || order_ref.chars().any(char::is_control) {
         return Err("its order_ref is no reference".to_owned());
     }
-    let execution = Execution { order_ref, fills: said.fills };
-    execution.check().map(|()| Found::Executed(execution))
+    Ok(Found::Executed(Execution { order_ref, fills: said.fills }))
+}
+
+/// A 404 says that the broker knows nothing of a key only where it may be the broker's: a page about a path that is not
+/// there comes from something in between.
+fn knows_nothing(body: &[u8], whole: bool) -> bool {
+    whole && (body.trim_ascii().is_empty() || serde_json::from_slice::<serde::de::IgnoredAny>(body).is_ok())
 }
 
 fn unanswered(code: &str, cause: String, reach: Reach) -> Refusal {
@@ -203,8 +318,9 @@ impl Adapter for HttpBroker {
     }
 
     async fn send(&self, sending: &Sending<'_>) -> Answer {
-        let body = body(sending).into();
-        let reply = self.ask(Method::POST, self.url.clone(), sending.key, sending.headers, body).await;
+        let (body, ours) = (body(sending).into(), self.headers());
+        let to = (Method::POST, self.url.clone());
+        let reply = self.ask(to, ours.clone(), sending.key, sending.headers, body).await;
         let (status, headers, said) = match reply {
             Reply::Unanswered { code, cause, reach, .. } => return Answer::Refused(unanswered(code, cause, reach)),
             Reply::Answered { status, headers, body, whole, .. } => (status.as_u16(), headers, said(&body, whole)),
@@ -220,17 +336,21 @@ impl Adapter for HttpBroker {
             Meaning::Executed => match said {
                 Ok(Found::Executed(done)) => return Answer::Executed(done, None),
                 Ok(Found::Rejected(why)) => return refused(Reason::Rejected, why, Reach::Answered),
-                // It said yes in words that cannot be read: whatever it did is done.
-                Ok(Found::Nothing) | Err(_) => (Reason::Unknown, Reach::Unknown),
+                Ok(Found::Nothing) => return Answer::Nonsense(format!("status {status}, and it knows nothing of it")),
+                Ok(Found::Nonsense(why)) | Err(why) => {
+                    return Answer::Nonsense(format!("status {status}, but the answer cannot be read: {why}"));
+                }
             },
             Meaning::Refused(Reason::AlreadyProcessed) => {
                 let done = said.ok().and_then(Found::executed).unwrap_or_default();
                 return Answer::Executed(done, Some(Reason::AlreadyProcessed));
             }
+            Meaning::Refused(Reason::Unauthorized) => return Answer::Refused(self.unauthorized(status, &ours).await),
             Meaning::Refused(Reason::Timeout) => (Reason::Timeout, Reach::Unknown),
             Meaning::Refused(Reason::ServerError) => {
-                (Reason::ServerError, reach_of_server_error(status, self.settings.idempotency))
+                (Reason::ServerError, reach_of_server_error(status, headers.contains_key(RETRY_AFTER)))
             }
+            Meaning::NothingDone => (Reason::ServerError, Reach::Answered),
             Meaning::Refused(Reason::Unknown) => (Reason::Unknown, doubt),
             Meaning::Refused(reason) => (reason, Reach::Answered),
         };
@@ -238,21 +358,36 @@ impl Adapter for HttpBroker {
     }
 
     async fn look_up(&self, key: &str) -> Result<Found, Refusal> {
-        let template = self.settings.look_up_url.as_deref().unwrap_or_default();
-        let encoded: String = url::form_urlencoded::byte_serialize(key.as_bytes()).collect();
-        let url = uri(&template.replace("{key}", &encoded.replace('+', "%20")));
-        let url = url.map_err(|e| unanswered("URL", e.to_string(), Reach::NeverSent))?;
-        match self.ask(Method::GET, url, key, &[], Bytes::new()).await {
+        let Some(look_up) = &self.look_up else { return Ok(Found::Nonsense("there is no look_up_url".to_owned())) };
+        let url = match look_up.of(key) {
+            Ok(url) => url,
+            Err(why) => return Ok(Found::Nonsense(why)),
+        };
+        let ours = self.headers();
+        match self.ask((Method::GET, url), ours.clone(), key, &[], Bytes::new()).await {
             Reply::Unanswered { code, cause, .. } => Err(unanswered(code, cause, Reach::NeverSent)),
-            Reply::Answered { status, .. } if status.as_u16() == 404 => Ok(Found::Nothing),
+            Reply::Answered { status, body, whole, .. } if status.as_u16() == 404 => {
+                Ok(match knows_nothing(&body, whole) {
+                    true => Found::Nothing,
+                    false => Found::Nonsense("a 404 that is not the broker's; is look_up_url right?".to_owned()),
+                })
+            }
             Reply::Answered { status, body, whole, .. } if status.is_success() => {
-                said(&body, whole).map_err(|why| unanswered("LOOK_UP", why, Reach::NeverSent))
+                Ok(said(&body, whole)
+                    .unwrap_or_else(|why| Found::Nonsense(format!("the answer cannot be read: {why}"))))
+            }
+            Reply::Answered { status, .. } if matches!(status.as_u16(), 401 | 403) => {
+                Err(self.unauthorized(status.as_u16(), &ours).await)
             }
             Reply::Answered { status, .. } => {
                 let message = format!("the look-up answered {status}");
                 Err(unanswered("LOOK_UP", message, Reach::NeverSent))
             }
         }
+    }
+
+    async fn renew(&self) -> bool {
+        self.read_headers().await
     }
 }
 
@@ -292,10 +427,37 @@ mod tests {
         let partly = r#"{"id":"r","status":"Canceled","fills":[{"px":1,"qty":40,"ts":"t"}]}"#;
         assert_eq!(executed(partly).executed_qty(), 40.into(), "what was filled is executed");
         assert!(matches!(read(r#"{"id":"r","status":"REJECTED"}"#), Ok(Found::Rejected(_))));
-        let huge = r#"{"id":"r","fills":[{"px":1,"qty":7e28,"ts":"t"},{"px":1,"qty":7e28,"ts":"t"}]}"#;
-        for nonsense in ["{}", "done", "{\"id\":\"a\\u0000b\"}", huge] {
+        assert_eq!(read(r#"{"status":"not_found"}"#), Ok(Found::Nothing));
+        for nonsense in ["{}", "done", "{\"id\":\"a\\u0000b\"}"] {
             assert!(read(nonsense).is_err(), "{nonsense}");
         }
         assert!(said(br#"{"id":"r"}"#, false).is_err(), "cut off");
+    }
+
+    #[test]
+    fn only_a_404_of_the_broker_says_that_it_knows_nothing() {
+        for its_own in ["", " ", "{}", r#"{"error":"not found"}"#] {
+            assert!(knows_nothing(its_own.as_bytes(), true), "{its_own}");
+        }
+        for page in ["<html>404</html>", "404 page not found", "Not Found"] {
+            assert!(!knows_nothing(page.as_bytes(), true), "{page}");
+        }
+        assert!(!knows_nothing(b"", false), "cut off");
+    }
+
+    #[test]
+    fn a_key_is_asked_about_and_no_other() {
+        let asks = |template: &str, key: &str| LookUp::new(template).unwrap().of(key).map(|uri| uri.to_string());
+        assert_eq!(asks("https://b.example/o/{key}", "a/b c").unwrap(), "https://b.example/o/a%2Fb%20c");
+        assert_eq!(asks("https://b.example/o/{key}/state", "...").unwrap(), "https://b.example/o/.../state");
+        assert_eq!(asks("https://b.example/o?key={key}", "..").unwrap(), "https://b.example/o?key=..");
+        assert_eq!(asks("https://b.example/o/x{key}", "..").unwrap(), "https://b.example/o/x..");
+        for key in [".", ".."] {
+            assert!(asks("https://b.example/o/{key}", key).is_err(), "{key}");
+            assert!(asks("https://b.example/o/{key}?full=1", key).is_err(), "{key}");
+        }
+        for template in ["https://b.example/o", "https://b.example/{key}/{key}", "ftp://b.example/{key}"] {
+            assert!(LookUp::new(template).is_err(), "{template}");
+        }
     }
 }

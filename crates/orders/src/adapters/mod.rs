@@ -6,7 +6,7 @@ mod paper;
 use async_trait::async_trait;
 use postrider::Timestamp;
 
-pub use self::http::{HttpBroker, HttpSettings, Meaning};
+pub use self::http::{Credentials, HttpBroker, HttpSettings, Meaning};
 pub use self::paper::{Faults, PaperBroker, PaperSettings};
 use crate::decide::{Idempotency, Reason, Refusal};
 use crate::request::Order;
@@ -29,6 +29,8 @@ pub enum Answer {
     /// Executed, in part or whole. With a reason if it had been before.
     Executed(Execution, Option<Reason>),
     Refused(Refusal),
+    /// It said yes, in words that make no sense: whatever it did is done.
+    Nonsense(String),
 }
 
 /// What a broker knows of a key.
@@ -37,6 +39,8 @@ pub enum Found {
     Executed(Execution),
     Rejected(String),
     Nothing,
+    /// It answered, and nobody can tell what that means.
+    Nonsense(String),
 }
 
 impl Found {
@@ -61,5 +65,10 @@ pub trait Adapter: Send + Sync + 'static {
     /// Asks about a key. Only for [`Idempotency::LookUp`].
     async fn look_up(&self, _key: &str) -> Result<Found, Refusal> {
         Ok(Found::Nothing)
+    }
+
+    /// Reads its credentials again; answers whether they are others now.
+    async fn renew(&self) -> bool {
+        false
     }
 }

@@ -107,7 +107,9 @@ impl PaperBroker {
 
     fn execution(&self, sending: &Sending<'_>, partial: bool) -> Execution {
         let order = sending.order;
-        let qty = if partial { order.qty / Decimal::TWO } else { order.qty };
+        // Half of the smallest quantity there is would be none.
+        let half = Some(order.qty / Decimal::TWO).filter(|half| partial && *half > Decimal::ZERO);
+        let qty = half.unwrap_or(order.qty);
         let px = order.price.unwrap_or_else(|| market_price(&order.instrument));
         let order_ref = format!("paper-{}", &hex(&sha256(format!("{}{}", sending.key, sending.now).as_bytes()))[..16]);
         Execution { order_ref, fills: vec![Fill { px: Number(px), qty: Number(qty), ts: sending.now.to_string() }] }

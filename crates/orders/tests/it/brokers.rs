@@ -46,7 +46,7 @@ fn settings(url: &str, idempotency: Idempotency) -> HttpSettings {
         url: format!("{url}/orders"),
         look_up_url: Some(format!("{url}/orders/{{key}}")),
         headers: vec![("X-Api-Key".to_owned(), "s3cret".to_owned())],
-        statuses: BTreeMap::from([(418, Meaning::Refused(Reason::AlreadyProcessed))]),
+        statuses: BTreeMap::from([(418, Meaning::Refused(Reason::AlreadyProcessed)), (599, Meaning::NothingDone)]),
         idempotency,
         timeout: Duration::from_millis(400),
     }
@@ -88,7 +88,7 @@ async fn answers_have_their_meaning() {
         let (url, _) = serve(answer).await;
         match send(&HttpBroker::new(settings(&url, idempotency)).unwrap()).await {
             Answer::Refused(refusal) => (refusal.reason, refusal.reach, refusal.retry_after),
-            Answer::Executed(_, reason) => panic!("executed {reason:?}"),
+            other => panic!("{other:?}"),
         }
     };
     use Reach::*;
@@ -101,14 +101,30 @@ async fn answers_have_their_meaning() {
     let busy = "HTTP/1.1 429 T\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
     assert_eq!(refused(busy, key).await, (Reason::RateLimited, Answered, Some(Duration::from_secs(7))));
     let failed = "HTTP/1.1 500 E\r\ncontent-length: 0\r\n\r\n";
-    assert_eq!(refused(failed, key).await, (Reason::ServerError, Answered, None));
-    assert_eq!(refused(failed, LOOK_UP).await, (Reason::ServerError, Unknown, None), "it may have executed it");
-    assert_eq!(
-        refused("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\ndone", key).await,
-        (Reason::Unknown, Unknown, None)
-    );
+    for idempotency in [key, LOOK_UP, Idempotency::None] {
+        let answer = refused(failed, idempotency).await;
+        assert_eq!(answer, (Reason::ServerError, Unknown, None), "it may have executed it");
+        let busy = "HTTP/1.1 503 B\r\ncontent-length: 0\r\n\r\n";
+        assert_eq!(refused(busy, idempotency).await, (Reason::ServerError, Unknown, None), "so may this one");
+        let later = "HTTP/1.1 503 B\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
+        let answer = refused(later, idempotency).await;
+        assert_eq!(answer, (Reason::ServerError, Answered, Some(Duration::from_secs(7))), "it says when to come back");
+        let configured = "HTTP/1.1 599 B\r\ncontent-length: 0\r\n\r\n";
+        assert_eq!(refused(configured, idempotency).await, (Reason::ServerError, Answered, None), "as configured");
+    }
     assert_eq!(refused("hang", key).await, (Reason::Timeout, Unknown, None));
     assert_eq!(refused("", key).await, (Reason::Unknown, Unknown, None), "hung up after the request");
+
+    for babble in [
+        "HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\ndone",
+        "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 201 C\r\ncontent-length: 2\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\ncontent-length: 22\r\n\r\n{\"status\":\"not_found\"}",
+    ] {
+        let (url, _) = serve(babble).await;
+        let answer = send(&HttpBroker::new(settings(&url, key)).unwrap()).await;
+        assert!(matches!(answer, Answer::Nonsense(_)), "{answer:?}");
+    }
 
     let (url, _) = serve("HTTP/1.1 418 T\r\ncontent-length: 0\r\n\r\n").await;
     let mapped = send(&HttpBroker::new(settings(&url, key)).unwrap()).await;
@@ -132,6 +148,15 @@ async fn a_key_is_looked_up() {
     let (url, _) = serve("HTTP/1.1 200 OK\r\ncontent-length: 21\r\n\r\n{\"status\":\"Rejected\"} ").await;
     let found = HttpBroker::new(settings(&url, LOOK_UP)).unwrap().look_up("k").await.unwrap();
     assert!(matches!(found, Found::Rejected(_)));
+    let (url, _) = serve("HTTP/1.1 404 N\r\ncontent-length: 18\r\n\r\n404 page not found").await;
+    let found = HttpBroker::new(settings(&url, LOOK_UP)).unwrap().look_up("k").await.unwrap();
+    assert!(matches!(found, Found::Nonsense(_)), "a proxy knows nothing of orders: {found:?}");
+    let (url, seen) = serve("HTTP/1.1 404 N\r\ncontent-length: 0\r\n\r\n").await;
+    for dots in [".", ".."] {
+        let found = HttpBroker::new(settings(&url, LOOK_UP)).unwrap().look_up(dots).await.unwrap();
+        assert!(matches!(found, Found::Nonsense(_)), "{found:?}");
+    }
+    assert_eq!(seen.lock().unwrap().len(), 0, "another path is not asked");
     let (url, _) = serve("HTTP/1.1 500 E\r\ncontent-length: 0\r\n\r\n").await;
     assert!(HttpBroker::new(settings(&url, LOOK_UP)).unwrap().look_up("k").await.is_err(), "no answer is no answer");
 }
@@ -148,4 +173,56 @@ fn what_cannot_work_is_refused_before_anything_starts() {
     assert!(with(|s| s.look_up_url = Some("http://x/".to_owned())).is_some_and(|e| e.contains("{key}")));
     assert!(with(|s| s.headers[0].1 = "a\nb".to_owned()).is_some());
     assert!(with(|_| {}).is_none());
+}
+
+/// Secrets are references: what they refer to may change under way.
+#[tokio::test]
+async fn refused_credentials_are_read_again() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut request = vec![0; 8192];
+            let n = stream.read(&mut request).await.unwrap_or(0);
+            let known = String::from_utf8_lossy(&request[..n]).to_lowercase().contains("x-api-key: new");
+            let answer = if known {
+                "200 OK\r\ncontent-length: 10\r\n\r\n{\"id\":\"r\"}"
+            } else {
+                "401 U\r\ncontent-length: 0\r\n\r\n"
+            };
+            let _ = stream.write_all(format!("HTTP/1.1 {answer}").as_bytes()).await;
+        }
+    });
+    let (secret, readings) = (Arc::new(Mutex::new("s3cret".to_owned())), Arc::new(Mutex::new(0)));
+    let source = {
+        let (secret, readings) = (secret.clone(), readings.clone());
+        Arc::new(move || {
+            *readings.lock().unwrap() += 1;
+            match secret.lock().unwrap().as_str() {
+                "" => Err("the vault is closed".to_owned()),
+                secret => Ok(vec![("X-Api-Key".to_owned(), secret.to_owned())]),
+            }
+        })
+    };
+    let broker = HttpBroker::new(settings(&url, Idempotency::Key)).unwrap().with_credentials(source);
+    let wait = async || match send(&broker).await {
+        Answer::Refused(refusal) => (refusal.reason, refusal.retry_after),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(wait().await, (Reason::Unauthorized, None), "they are what they were");
+    assert_eq!(wait().await, (Reason::Unauthorized, None));
+    assert_eq!(*readings.lock().unwrap(), 1, "not again for every order");
+    secret.lock().unwrap().clear();
+    assert!(!broker.renew().await, "what cannot be read changes nothing");
+    "new".clone_into(&mut secret.lock().unwrap());
+    assert!(broker.renew().await && !broker.renew().await, "when somebody asks for it");
+    assert!(matches!(send(&broker).await, Answer::Executed(..)));
+
+    let mut old = settings(&url, Idempotency::Key);
+    old.headers[0].1 = "old".to_owned();
+    let secret = Arc::new(|| Ok(vec![("X-Api-Key".to_owned(), "new".to_owned())]));
+    let broker = HttpBroker::new(old).unwrap().with_credentials(secret);
+    let Answer::Refused(refusal) = send(&broker).await else { panic!("the old ones are refused") };
+    assert_eq!(refusal.retry_after, Some(Duration::ZERO), "there are others: at once");
+    assert!(matches!(send(&broker).await, Answer::Executed(..)));
 }

@@ -1,6 +1,7 @@
 //! A fresh database per test on each store, with orders on it and a broker that is scripted.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -60,6 +61,10 @@ pub enum Act {
     /// Executes, and its answer is lost.
     LoseReply,
     Refuse(Reason, Reach),
+    /// Executes, and answers in words nobody understands.
+    Babble,
+    /// Executes, and says that it was this much, at this price.
+    Say(i64, i64),
 }
 
 /// A broker in memory: executes what it is sent, unless the script says otherwise.
@@ -69,9 +74,27 @@ pub struct Broker {
     pub executed: Mutex<HashMap<String, u32>>,
     pub sends: Mutex<Vec<String>>,
     pub look_ups: Mutex<u32>,
+    /// What it answers to look-ups instead of what it knows.
+    pub found: Mutex<Option<Found>>,
+    /// Orders are held here until there is room.
+    pub room: tokio::sync::Semaphore,
+    inside: AtomicUsize,
+    /// The most orders it had at one time.
+    pub most: AtomicUsize,
 }
 
 impl Broker {
+    /// From now on it answers so many orders more, and holds the others.
+    pub fn holds_after(&self, orders: usize) {
+        let free = self.room.available_permits();
+        self.room.forget_permits(free);
+        self.room.add_permits(orders);
+    }
+
+    pub fn inside(&self) -> usize {
+        self.inside.load(Ordering::SeqCst)
+    }
+
     fn execute(&self, key: &str) -> bool {
         let mut executed = self.executed.lock().unwrap();
         let times = executed.entry(key.to_owned()).or_default();
@@ -88,6 +111,10 @@ impl Broker {
 
     pub fn sends(&self) -> usize {
         self.sends.lock().unwrap().len()
+    }
+
+    pub fn forget_script(&self) {
+        self.script.lock().unwrap().clear();
     }
 
     pub fn next(&self, acts: &[Act]) {
@@ -112,6 +139,12 @@ impl Adapter for Broker {
 
     async fn send(&self, sending: &Sending<'_>) -> Answer {
         self.sends.lock().unwrap().push(sending.key.to_owned());
+        let inside = self.inside.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(inside, Ordering::SeqCst);
+        if let Ok(room) = self.room.acquire().await {
+            room.forget();
+        }
+        self.inside.fetch_sub(1, Ordering::SeqCst);
         let act = self.script.lock().unwrap().pop_front().unwrap_or(Act::Fill);
         let refused = |reason, reach| {
             Answer::Refused(Refusal { reason, message: "as told".to_owned(), reach, retry_after: None })
@@ -122,6 +155,16 @@ impl Adapter for Broker {
                 self.execute(sending.key);
                 refused(Reason::Timeout, Reach::Unknown)
             }
+            Act::Babble => {
+                self.execute(sending.key);
+                Answer::Nonsense("as told".to_owned())
+            }
+            Act::Say(qty, px) => {
+                self.execute(sending.key);
+                let mut said = execution(qty.into());
+                said.fills[0].px = Number(px.into());
+                Answer::Executed(said, None)
+            }
             Act::Fill => {
                 let before = self.execute(sending.key) && self.idempotency == Idempotency::Key;
                 Answer::Executed(execution(sending.order.qty), before.then_some(Reason::AlreadyProcessed))
@@ -131,6 +174,9 @@ impl Adapter for Broker {
 
     async fn look_up(&self, key: &str) -> Result<Found, Refusal> {
         *self.look_ups.lock().unwrap() += 1;
+        if let Some(found) = self.found.lock().unwrap().clone() {
+            return Ok(found);
+        }
         Ok(if self.executions(key) > 0 { Found::Executed(execution(1.into())) } else { Found::Nothing })
     }
 }
@@ -139,6 +185,7 @@ pub struct Home {
     pub orders: Orders,
     pub outbox: Outbox,
     pub broker: Arc<Broker>,
+    pub book: Book,
     _ground: Scratch,
 }
 
@@ -148,7 +195,7 @@ impl Ground {
     }
 
     pub async fn open(self, idempotency: Idempotency) -> Home {
-        self.open_with(idempotency, Settings::default()).await
+        self.open_with(idempotency, Settings { max_attempts: 3, ..Settings::default() }).await
     }
 
     pub async fn open_with(self, idempotency: Idempotency, settings: Settings) -> Home {
@@ -163,10 +210,14 @@ impl Ground {
             executed: Mutex::default(),
             sends: Mutex::default(),
             look_ups: Mutex::default(),
+            found: Mutex::default(),
+            room: tokio::sync::Semaphore::new(1_000_000),
+            inside: AtomicUsize::default(),
+            most: AtomicUsize::default(),
         });
         let alerts = Alerts::new(outbox.clone(), "alerts", Duration::from_secs(300));
-        let orders = Orders::new(outbox.clone(), settings, book, broker.clone(), Some(alerts)).await.unwrap();
-        Home { orders, outbox, broker, _ground: self.0 }
+        let orders = Orders::new(outbox.clone(), settings, book.clone(), broker.clone(), Some(alerts)).await.unwrap();
+        Home { orders, outbox, broker, book, _ground: self.0 }
     }
 }
 

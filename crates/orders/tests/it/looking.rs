@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use postrider::Outbox;
 use postrider::alerts::Alerts;
+use postrider::doctor::Examine;
 use postrider_orders::{Book, Idempotency, Orders, Settings, Which};
 use proving::watched::{Watched, numbers};
 
@@ -96,4 +97,7 @@ async fn lists_and_the_reaper_are_bounded(ground: Ground) {
     watched.assert_bounded("conflicts and one entry", 1_000);
     assert_eq!(orders.reap().await.unwrap(), 0);
     watched.assert_bounded("the reaper", 1_000);
+    // In the rows above nobody knows of a key, so the parked ones are for a person as they should be.
+    assert_eq!(orders.look(std::time::Duration::from_secs(3600)).await.unwrap(), []);
+    watched.assert_bounded("the doctor", 20_000);
 }

@@ -4,6 +4,8 @@
 #![allow(clippy::disallowed_methods)]
 
 mod brokers;
+mod doubting;
+mod examining;
 mod guarding;
 mod harness;
 mod looking;

@@ -14,7 +14,7 @@ use url::Url;
 
 use super::exchange::{Answer, Exchange, System, retry_after};
 use crate::courier::Courier;
-use crate::decide::{HttpClass, honours_retry_after, http_class};
+use crate::decide::{HttpClass, HttpClasses, honours_retry_after};
 use crate::error::{Error, Result};
 use crate::message::Message;
 use crate::outcome::{Fault, Outcome, Reach};
@@ -42,13 +42,21 @@ pub struct HttpSettings {
     pub store_id: String,
     /// Sent with every message, an `Authorization` for instance. A message's own header of the same name gives way.
     pub headers: Vec<(String, String)>,
+    /// What statuses mean, where it differs from custom.
+    pub statuses: HttpClasses,
 }
 
 impl HttpSettings {
     /// 2.5 s, no headers.
     pub fn new(url: impl Into<String>, store_id: impl Into<String>) -> Self {
         let timeout = Duration::from_millis(2500);
-        HttpSettings { url: url.into(), timeout, store_id: store_id.into(), headers: Vec::new() }
+        HttpSettings {
+            url: url.into(),
+            timeout,
+            store_id: store_id.into(),
+            headers: Vec::new(),
+            statuses: HttpClasses::default(),
+        }
     }
 }
 
@@ -64,12 +72,13 @@ pub struct Http {
     headers: HeaderMap,
     /// What a body that echoes the request must not bring into an error.
     secrets: Vec<String>,
+    statuses: HttpClasses,
 }
 
 impl Http {
     /// Fails on what could never be delivered, saying what to write instead. Connects to nothing yet.
     pub fn new(settings: HttpSettings) -> Result<Self> {
-        let HttpSettings { url, timeout, store_id, headers } = settings;
+        let HttpSettings { url, timeout, store_id, headers, statuses } = settings;
         if timeout.is_zero() {
             return Err(Error::invalid("the http courier's timeout is zero; 2.5 s is usual"));
         }
@@ -89,6 +98,7 @@ impl Http {
             store_id,
             secrets: secrets(&url, &headers),
             headers,
+            statuses,
         })
     }
 
@@ -127,6 +137,7 @@ impl Http {
 
     fn refused(&self, status: StatusCode, body: &[u8], retry_after: Option<Duration>) -> Outcome {
         let mut error = format!("{} answered {status}", self.origin);
+        let class = self.statuses.of(status.as_u16());
         let code = if status.is_redirection() {
             error.push_str("; redirects are not followed: configure the final url");
             "REDIRECT_REFUSED".into()
@@ -138,7 +149,7 @@ impl Http {
             error.push_str(&excerpt);
         }
         let fault = Fault::new(code, error, Reach::Answered);
-        match http_class(status.as_u16()) {
+        match class {
             HttpClass::Retry => Outcome::Retry { fault, retry_after },
             HttpClass::Dead | HttpClass::Sent => Outcome::Dead(fault),
         }
@@ -160,7 +171,7 @@ impl Courier for Http {
             Answer::Answered { status, headers, body, .. } => (status, headers, body),
             Answer::Unanswered { code, cause, reach, .. } => return self.unanswered(code, &cause, reach),
         };
-        if http_class(status.as_u16()) == HttpClass::Sent {
+        if self.statuses.of(status.as_u16()) == HttpClass::Sent {
             return Outcome::sent();
         }
         let retry_after = if honours_retry_after(status.as_u16()) { retry_after(&headers) } else { None };

@@ -34,9 +34,11 @@ pub async fn run(config: &Config, _: Output) -> Result<Ending> {
     let signal = stop_signal()?;
     let server = Server { tools, caller: Some(Caller::local()) };
     let conversation = async {
-        let running = server.serve(rmcp::transport::stdio()).await;
+        let (lines, written) = crate::mcp_wire::stdio();
+        let running = server.serve(lines).await;
         let running = running.map_err(|e| Failure::failed(format!("MCP could not be begun: {e}")))?;
         drop(running.waiting().await);
+        drop(written.await);
         Ok::<(), Failure>(())
     };
     let ended = tokio::select! {

@@ -6,10 +6,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use postrider::{Enqueued, LaneRules, NewMessage, Outbox};
+use postrider::{Enqueued, LaneRules, NewMessage, Outbox, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use crate::config::BYTE_ORDER_MARK;
 use crate::config::values::parse_duration;
 use crate::failure::{Ending, Failure, Result, complain};
 use crate::output::{Output, count, print};
@@ -30,6 +31,7 @@ struct Line<'a> {
     target: Option<String>,
     active_key: Option<String>,
     delay: Option<String>,
+    deliver_before: Option<Timestamp>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
 }
@@ -105,7 +107,9 @@ fn told(sum: &Sum) -> String {
 
 fn parse(lane: &str, rules: &LaneRules, line: &str) -> Result<NewMessage, String> {
     let line: Line = serde_json::from_str(line).map_err(|e| {
-        format!("{e}; write {{\"payload\": …}} with key, target, active_key, delay and headers as needed")
+        format!(
+            "{e}; write {{\"payload\": …}} with key, target, active_key, delay, deliver_before and headers as needed"
+        )
     })?;
     let raw = line.payload.get();
     let mut message = if raw.starts_with('"') {
@@ -118,6 +122,7 @@ fn parse(lane: &str, rules: &LaneRules, line: &str) -> Result<NewMessage, String
     message.target = line.target;
     message.active_key = line.active_key;
     message.delay = line.delay.as_deref().map(parse_duration).transpose()?.unwrap_or_default();
+    message.deliver_before = line.deliver_before;
     message.headers = line.headers.into_iter().collect();
     message.validate(rules).map_err(|e| e.message)?;
     Ok(message)
@@ -212,6 +217,12 @@ impl Lines {
             self.progress.inc(read as u64);
             if read as u64 == self.longest && line.last() != Some(&b'\n') {
                 return Err(format!("has more than {} bytes, more than any message of this lane needs", self.longest));
+            }
+            // What editors and spreadsheets write in front, in UTF-8 and in UTF-16.
+            if self.number == 1
+                && [&b"\xef\xbb\xbf"[..], b"\xff\xfe", b"\xfe\xff"].iter().any(|mark| line.starts_with(mark))
+            {
+                return Err(BYTE_ORDER_MARK.to_owned());
             }
             let text = String::from_utf8(line).map_err(|_| "is not UTF-8; JSON must be".to_owned())?;
             if !text.trim().is_empty() {

@@ -231,6 +231,8 @@ pub struct LaneKeys {
     pub timeout_ms: Option<Spanned<Count<3_600_000>>>,
     #[serde(default)]
     pub headers: BTreeMap<String, Spanned<String>>,
+    #[serde(default)]
+    pub statuses: BTreeMap<String, Spanned<String>>,
     pub show_payload: Option<Spanned<bool>>,
     pub concurrency: Option<Count<100_000>>,
     pub batch: Option<Count<10_000>>,

@@ -86,7 +86,7 @@ pub(super) fn lane(
     memory: &mut MemoryConfig,
 ) -> Result<Lane> {
     if says_where(keys) || keys.audit.is_some() {
-        let what = "[lane.memory] takes no courier, url, timeout_ms, headers, show_payload, dedup, audit or key_ttl; where memories go is set in [memory], and they are always deduplicated and audited";
+        let what = "[lane.memory] takes no courier, url, timeout_ms, headers, statuses, show_payload, dedup, audit or key_ttl; where memories go is set in [memory], and they are always deduplicated and audited";
         return Err(place.wrong(at, what));
     }
     let usual = lane_rules(&memory.settling);

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use postrider::backoff::Backoff;
+use postrider::decide::HttpClasses;
 use postrider::message::check_lane_name;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
@@ -39,6 +40,9 @@ const DEFAULT_DATABASE: &str = "sqlite://postrider.db";
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8787);
 /// The lane alerts go through, where `[alerts]` is configured.
 pub const ALERTS: &str = "alerts";
+/// What an editor put in front of a text, unseen.
+pub const BYTE_ORDER_MARK: &str =
+    "it begins with a byte order mark (BOM), which does not belong there; save it as UTF-8 without one";
 const DEFAULT_KEY: &str = "file:postrider.key";
 
 /// All that the commands need to know.
@@ -106,6 +110,9 @@ impl Config {
         let text = match std::fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound && file.is_none() => String::new(),
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                return Err(Failure::usage(format!("{} is not UTF-8; save it as UTF-8", path.display())));
+            }
             Err(error) => {
                 return Err(Failure::usage(format!(
                     "cannot read the configuration {}: {error}; check --config",
@@ -221,6 +228,9 @@ fn distance(a: &str, b: &str) -> usize {
 
 fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<Config> {
     let place = Place { path, text };
+    if text.starts_with('\u{feff}') {
+        return Err(place.wrong(0..0, BYTE_ORDER_MARK));
+    }
     let file: File = toml::from_str(text).map_err(|error| place.refused(&error))?;
     if let Some((name, at)) = file.later().next() {
         let what =
@@ -352,6 +362,7 @@ fn says_where(keys: &LaneKeys) -> bool {
         || keys.url.is_some()
         || keys.timeout_ms.is_some()
         || !keys.headers.is_empty()
+        || !keys.statuses.is_empty()
         || keys.show_payload.is_some()
         || keys.dedup.is_some()
         || keys.key_ttl.is_some()
@@ -467,10 +478,12 @@ fn lane(
     if let (Some(_), Some(twice)) = (&keys.backoff, &keys.backoff_sec) {
         return Err(place.wrong(twice.span(), "backoff and backoff_sec say the same thing; keep one"));
     }
-    if keys.key_ttl.is_some_and(|ttl| ttl.0.is_zero()) {
+    if keys.key_ttl.is_some_and(|ttl| ttl.0 < Duration::from_secs(1)) {
         return Err(place.wrong(
             at,
-            format!("[lane.{name}]: with key_ttl = \"0\" no key would be remembered; write for how long, like \"7d\""),
+            format!(
+                "[lane.{name}]: with key_ttl below \"1s\" no key would be remembered; write for how long, like \"7d\""
+            ),
         ));
     }
     let usual = LaneRules::default();
@@ -514,6 +527,7 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
         alien("url", keys.url.as_ref().map(|k| k.span()), "http")?;
         alien("timeout_ms", keys.timeout_ms.as_ref().map(|k| k.span()), "http")?;
         alien("headers", keys.headers.values().next().map(|k| k.span()), "http")?;
+        alien("statuses", keys.statuses.values().next().map(|k| k.span()), "http")?;
     }
     Ok(match courier {
         CourierName::Noop => Destination::Nowhere,
@@ -529,11 +543,25 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
             })?;
             let headers = headers(place, &keys.headers)?;
             let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
-            let destination = Destination::Http { url: url.get_ref().clone(), timeout, headers };
+            let statuses = statuses(place, &keys.statuses)?;
+            let destination = Destination::Http { url: url.get_ref().clone(), timeout, headers, statuses };
             destination.check().map_err(|e| place.wrong(url.span(), e))?;
             destination
         }
     })
+}
+
+/// What a lane makes of its destination's answers.
+fn statuses(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Result<HttpClasses> {
+    let word = |(status, class): (&String, &toml::Spanned<String>)| {
+        HttpClasses::new([("200", "sent"), (status.as_str(), class.get_ref().as_str())]).map_err(|e| {
+            place.wrong(class.span(), format!("statuses are like {{ \"404\" = \"retry\", \"5xx\" = \"dead\" }}: {e}"))
+        })
+    };
+    keys.iter().try_for_each(|key| word(key).map(drop))?;
+    let at = keys.values().next().map_or(0..0, |class| class.span());
+    let words = keys.iter().map(|(status, class)| (status.as_str(), class.get_ref().as_str()));
+    HttpClasses::new(words).map_err(|e| place.wrong(at, format!("statuses: {e}")))
 }
 
 /// `[alerts]` as the lane it becomes.
@@ -544,7 +572,8 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     }
     let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let headers = headers(place, &keys.headers)?;
-    let destination = Destination::Http { url, timeout: Duration::from_secs(10), headers };
+    let statuses = HttpClasses::default();
+    let destination = Destination::Http { url, timeout: Duration::from_secs(10), headers, statuses };
     destination.check().map_err(|e| place.wrong(keys.url.span(), e))?;
     let mut settings = LaneSettings::new(ALERTS);
     (settings.concurrency, settings.batch, settings.lease) = (4, 32, Duration::from_secs(30));

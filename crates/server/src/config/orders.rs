@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use postrider::LaneRules;
-use postrider_orders::adapters::{Faults, HttpSettings, Meaning, PaperSettings};
+use postrider_orders::adapters::{Credentials, Faults, HttpSettings, Meaning, PaperSettings};
 use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
@@ -13,6 +14,7 @@ use super::tuning::Tuning;
 use super::{Lane, Place, headers, part_lane, says_where};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
+use crate::secret;
 
 /// Orders, as configured.
 #[derive(Debug)]
@@ -27,11 +29,9 @@ pub struct OrdersConfig {
 /// Who executes orders.
 pub enum Broker {
     /// `chosen`: the file names it.
-    Paper {
-        settings: PaperSettings,
-        chosen: bool,
-    },
-    Http(HttpSettings),
+    Paper { settings: PaperSettings, chosen: bool },
+    /// `credentials`: its headers, read again.
+    Http { settings: HttpSettings, credentials: Credentials },
 }
 
 impl std::fmt::Debug for Broker {
@@ -45,14 +45,14 @@ impl Broker {
     pub fn name(&self) -> &'static str {
         match self {
             Broker::Paper { .. } => "paper",
-            Broker::Http(_) => "http",
+            Broker::Http { .. } => "http",
         }
     }
 
     fn idempotency(&self) -> Idempotency {
         match self {
             Broker::Paper { settings, .. } => settings.idempotency,
-            Broker::Http(settings) => settings.idempotency,
+            Broker::Http { settings, .. } => settings.idempotency,
         }
     }
 }
@@ -163,7 +163,12 @@ fn http(
     };
     let check = postrider_orders::adapters::HttpBroker::new(settings.clone());
     check.map_err(|e| place.wrong(keys.look_up_url.as_ref().map_or(url.span(), |k| k.span()), e))?;
-    Ok(Broker::Http(settings))
+    let written: Vec<(String, String)> =
+        keys.headers.iter().map(|(name, value)| (name.clone(), value.get_ref().clone())).collect();
+    let credentials = Arc::new(move || {
+        written.iter().map(|(name, value)| Ok((name.clone(), secret::resolve(value)?))).collect::<Result<_, String>>()
+    });
+    Ok(Broker::Http { settings, credentials })
 }
 
 /// `[lane.orders]`: where orders go is said in `[orders]`, how long they are kept by the ledger.
@@ -176,12 +181,13 @@ pub(super) fn lane(
     orders: &mut OrdersConfig,
 ) -> Result<Lane> {
     if says_where(keys) || keys.retention.is_some() {
-        let what = "[lane.orders] takes no courier, url, timeout_ms, headers, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
+        let what = "[lane.orders] takes no courier, url, timeout_ms, headers, statuses, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
         return Err(place.wrong(at, what));
     }
     let usual = lane_rules(&orders.book, orders.broker.idempotency());
     let usual = LaneRules { audit: keys.audit.unwrap_or(false), ..usual };
     let (rules, settings) = part_lane(place, keys, usual, lane_settings(), [common, environment])?;
-    orders.settings.max_crashes = settings.budgets.max_crashes;
+    (orders.settings.max_crashes, orders.settings.max_attempts) =
+        (settings.budgets.max_crashes, settings.budgets.max_attempts);
     Ok(Lane { rules, settings, destination: Destination::Orders, max_age: keys.max_age.map(|span| span.0) })
 }

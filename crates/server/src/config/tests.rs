@@ -44,6 +44,7 @@ fn every_key_of_a_lane_arrives() {
         url = "https://erp.example/invoices"
         timeout_ms = 2500
         headers = { X-Source = "postrider" }
+        statuses = { "404" = "retry", "5xx" = "dead" }
         concurrency = 3
         batch = 7
         lock_lease_sec = 30
@@ -77,6 +78,7 @@ fn every_key_of_a_lane_arrives() {
         url: "https://erp.example/invoices".into(),
         timeout: Duration::from_millis(2500),
         headers: vec![("X-Source".into(), "postrider".into())],
+        statuses: HttpClasses::new([("404", "retry"), ("5xx", "dead")]).unwrap(),
     };
     assert_eq!(lane.destination, expected);
 }
@@ -114,6 +116,7 @@ fn the_later_place_wins() {
 #[test]
 fn nonsense_is_refused_with_line_and_remedy() {
     let lane = |rest: &str| format!("[lane.a]\ncourier = \"noop\"\n{rest}\n");
+    let http = |rest: &str| format!("[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\n{rest}\n");
     let cases = [
         (lane("concurency = 4"), "postrider.toml:3: unknown key `concurency`; did you mean `concurrency`?"),
         (lane("concurrency = 0"), "postrider.toml:3: concurrency: must be a whole number from 1"),
@@ -164,6 +167,14 @@ fn nonsense_is_refused_with_line_and_remedy() {
             "postrider.toml:5: statuses are like",
         ),
         (lane("key_ttl = \"0\""), "postrider.toml:1: [lane.a]: with key_ttl"),
+        (lane("key_ttl = \"500ms\""), "postrider.toml:1: [lane.a]: with key_ttl"),
+        (lane("statuses = { \"404\" = \"retry\" }"), "postrider.toml:3: statuses is only for courier = \"http\""),
+        (http("statuses = { \"404\" = \"later\" }"), "postrider.toml:4: statuses are like { \"404\" = \"retry\""),
+        (http("statuses = { \"4o4\" = \"retry\" }"), "postrider.toml:4: statuses are like"),
+        (http("statuses = { \"2xx\" = \"dead\" }"), "postrider.toml:4: statuses: with these nothing would"),
+        (http("statuses = { 404 = true }"), "postrider.toml:4: statuses: "),
+        ("[lane.orders]\nstatuses = { \"404\" = \"retry\" }".into(), "postrider.toml:1: [lane.orders] takes no courier"),
+        ("\u{feff}[outbox]".into(), "postrider.toml:1: it begins with a byte order mark"),
         (lane("colour = 4"), "postrider.toml:3: unknown key `colour`; known here: courier, url"),
         ("[lane.a]\ncourier = noop".into(), "postrider.toml:2: courier: "),
         ("[lane]\nx = 5".into(), "postrider.toml:2: x: invalid type: integer `5`, expected a section [lane.NAME]"),

@@ -20,6 +20,7 @@ use super::error::{ErrorBody, ErrorDetail, Refusal};
 use super::request::{cursor, listing, page_of};
 use super::{App, CORRELATION_ID, Caller, MOST_BODY};
 use crate::mcp;
+use crate::mcp_wire;
 use crate::tools::{Answered, Tools};
 
 /// A memory to store.
@@ -363,7 +364,7 @@ struct ToolCall {
         (status = 403, description = "A foreign `Origin`, a token without the scope, or a memory that was rejected", body = Object),
         (status = 404, description = "`UNKNOWN_TOOL`, `MEMORY_NOT_CONFIGURED`", body = Object),
         (status = 406, description = "MCP wants `Accept: application/json, text/event-stream`"),
-        (status = 415, description = "Not JSON"),
+        (status = 415, description = "`UNSUPPORTED_MEDIA_TYPE`: not sent as JSON", body = ErrorBody),
         (status = 422, description = "`INVALID_ARGUMENTS`, `INVALID_MEMORY`", body = Object),
         (status = 503, description = "`AUDIT_WRITE_FAILED`, `OUTBOX_ENQUEUE_FAILED`", body = Object),
     )
@@ -391,6 +392,18 @@ pub async fn mcp(
             Err(refusal) => Answered::refused(refusal, id),
         };
         return Ok(answered.into_response());
+    }
+    let content_type =
+        parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if !content_type.trim_start().to_ascii_lowercase().starts_with("application/json") {
+        let what = "send JSON, with `Content-Type: application/json`";
+        return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "UNSUPPORTED_MEDIA_TYPE", what));
+    }
+    if let Some(refused) = mcp_wire::refusal(&bytes) {
+        // As the SDK has it: what a tool is given is no matter of HTTP.
+        let of_the_tool = refused["error"]["code"] == mcp_wire::INVALID_PARAMS;
+        let status = if of_the_tool { StatusCode::OK } else { StatusCode::BAD_REQUEST };
+        return Ok((status, Json(refused)).into_response());
     }
     let request = Request::from_parts(parts, Body::from(bytes));
     let response = app.mcp.handle(request).await;

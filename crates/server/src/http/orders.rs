@@ -21,7 +21,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::auth::Caller;
 use super::error::Refusal;
-use super::request::{cursor, header, listing, page_of, unquoted};
+use super::request::{cursor, first, header, listing, page_of, unquoted};
 
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 
@@ -132,7 +132,11 @@ fn key_of(headers: &HeaderMap) -> Result<String, Wrong> {
         let what = "send the header Idempotency-Key with a key of your own for this order, the same for every attempt";
         OrderError::new(StatusCode::BAD_REQUEST, "IDEMPOTENCY_KEY_REQUIRED", what)
     };
-    let key = header(headers, "Idempotency-Key")?.map(|text| unquoted(text.trim())).filter(|key| !key.is_empty());
+    let several = |refusal: Refusal| OrderError::new(refusal.status, refusal.code, refusal.message);
+    let key = header(headers, "Idempotency-Key")
+        .map_err(several)?
+        .map(|text| unquoted(text.trim()))
+        .filter(|key| !key.is_empty());
     let key = key.ok_or_else(missing)?;
     check_key(key)
         .map_err(|e| invalid(vec![WrongField { field: "Idempotency-Key".to_owned(), message: e.message }]))?;
@@ -146,6 +150,10 @@ fn invalid(fields: Vec<WrongField>) -> OrderError {
 }
 
 fn read(body: &[u8], key: &str) -> Result<Order, OrderError> {
+    if body.starts_with(b"\xef\xbb\xbf") {
+        let what = "the body begins with a byte order mark (BOM); send UTF-8 without one";
+        return Err(OrderError::new(StatusCode::BAD_REQUEST, "INVALID_JSON", what));
+    }
     let order = Order::parse(body).map_err(|wrong| match wrong {
         Invalid::NotJson(why) => {
             OrderError::new(StatusCode::BAD_REQUEST, "INVALID_JSON", format!("the body is no JSON: {why}"))
@@ -188,7 +196,7 @@ pub async fn place(
     let mut new = NewOrder::new(&key, order.clone());
     new.correlation_id = header(&headers, "X-Correlation-ID")?.map(str::to_owned);
     for name in ["traceparent", "tracestate"] {
-        new.trace.extend(header(&headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
+        new.trace.extend(first(&headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
     }
     match app.placing.put(new).await? {
         Placed::Accepted { outbox_id } => {

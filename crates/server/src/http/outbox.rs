@@ -20,7 +20,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::auth::Caller;
 use super::error::{ErrorBody, Refusal};
-use super::request::{cursor, header, id_of, listing, page_of, unquoted};
+use super::request::{cursor, first, header, id_of, listing, page_of, unquoted};
 use crate::config::values::parse_duration;
 
 const MOST_OF_A_BATCH: usize = 1000;
@@ -89,7 +89,7 @@ fn message(lane: &str, headers: &HeaderMap, payload: Bytes) -> Result<NewMessage
     message.correlation_id = text("X-Correlation-ID")?;
     // The trace of whoever enqueues goes on to the destination.
     for name in ["traceparent", "tracestate"] {
-        message.headers.extend(header(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
+        message.headers.extend(first(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
     }
     Ok(message)
 }
@@ -170,6 +170,9 @@ pub struct BatchMessage {
     active_key: Option<String>,
     #[schema(example = "5s", pattern = "^([0-9]+(ms|s|m|h|d)|0)$")]
     delay: Option<String>,
+    /// Past this moment it is not worth delivering.
+    #[schema(example = "2030-01-01T00:00:00Z", format = "date-time")]
+    deliver_before: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
     content_type: Option<String>,
@@ -189,6 +192,7 @@ impl BatchMessage {
         message.target = self.target;
         message.active_key = self.active_key;
         message.delay = self.delay.as_deref().map(parse_duration).transpose()?.unwrap_or(Duration::ZERO);
+        message.deliver_before = self.deliver_before.as_deref().map(Timestamp::from_str).transpose()?;
         message.headers = self.headers.into_iter().collect();
         Ok(message)
     }

@@ -46,7 +46,19 @@ pub fn cursor(next: Option<i64>) -> Option<String> {
     next.map(|id| id.to_string())
 }
 
+/// The one value of a header; who sends two means one of them, and nobody can tell which.
 pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
+    let mut values = headers.get_all(name).iter();
+    if let Some(first) = values.next()
+        && values.any(|other| other != first)
+    {
+        return Err(Refusal::invalid(format!("the header {name} came with different values; send one")));
+    }
+    first(headers, name)
+}
+
+/// The first value of a header that may come in parts.
+pub fn first<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
     let Some(value) = headers.get(name) else { return Ok(None) };
     let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
     text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))

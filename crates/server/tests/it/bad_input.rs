@@ -1,6 +1,10 @@
 //! Wrong input is refused with the right code, a remedy, and nothing half-written.
 
+use serde_json::json;
+
+use crate::api::Server;
 use crate::home::Home;
+use crate::scratch::Database;
 
 #[test]
 fn what_a_lane_cannot_take() {
@@ -69,4 +73,83 @@ fn wrong_usage() {
         home.run(args).refused(2, &[]);
     }
     home.run(&["outbox", "show", "1"]).refused(1, &["no message 1"]);
+}
+
+#[test]
+fn a_byte_order_mark_is_named() {
+    let home = Home::sqlite();
+    home.run(&["migrate"]).done();
+    let bytes = |name: &str, bytes: &[u8]| std::fs::write(home.path(name), bytes).unwrap();
+    bytes("utf8.ndjson", b"\xef\xbb\xbf{\"payload\":1}\n");
+    bytes("utf16.ndjson", b"\xff\xfe{\0\"\0p\0\n\0");
+    for name in ["utf8.ndjson", "utf16.ndjson"] {
+        home.run(&["enqueue", "log", "--ndjson", name]).refused(2, &["line 1", "byte order mark", "UTF-8"]);
+    }
+    bytes("postrider.toml", b"\xef\xbb\xbf[outbox]\n");
+    home.run(&["config", "check"]).refused(2, &["postrider.toml:1: ", "byte order mark"]);
+    bytes("postrider.toml", b"\xff\xfe[\0");
+    home.run(&["config", "check"]).refused(2, &["postrider.toml is not UTF-8"]);
+}
+
+#[test]
+fn keys_are_remembered_for_a_second_at_least() {
+    let home = Home::sqlite();
+    for ttl in ["0", "500ms", "999ms"] {
+        home.write("postrider.toml", &format!("[lane.a]\ncourier = \"noop\"\nkey_ttl = \"{ttl}\"\n"));
+        home.run(&["config", "check"]).refused(2, &["postrider.toml:1: ", "key_ttl"]);
+    }
+    home.write("postrider.toml", "[lane.a]\ncourier = \"noop\"\nkey_ttl = \"1s\"\n");
+    home.run(&["config", "check"]).done();
+}
+
+#[test]
+fn two_keys_are_none() {
+    let home = Home::sqlite();
+    let server = Server::start(&home, &["--no-workers"]);
+    let post = |path: &str, keys: &[&str], body: &str| {
+        let headers: Vec<(&str, &str)> = keys.iter().map(|key| ("idempotency-key", *key)).collect();
+        server.post(path, &headers, body)
+    };
+    post("/v1/outbox/log", &["a", "b"], "x").refused(400, "INVALID_REQUEST");
+    let order = r#"{"instrument":"AAPL","side":"BUY","qty":1,"time_in_force":"IOC"}"#;
+    let marked = post("/do/order", &["a"], &format!("\u{feff}{order}")).answered(400).json();
+    assert!(marked["message"].as_str().unwrap().contains("byte order mark"), "{marked}");
+    let refused = post("/do/order", &["a", "b"], order).answered(400).json();
+    assert_eq!(refused["error"], "INVALID_REQUEST", "{refused}");
+    assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), 0);
+    post("/v1/outbox/log", &["a", "a"], "x").answered(201);
+    post("/do/order", &["a", "a"], order).answered(201);
+    let trace = [("tracestate", "a=1"), ("tracestate", "b=2")];
+    server.post("/v1/outbox/log", &trace, "x").answered(201);
+}
+
+/// The last moment there is, never, and times in lines and batches.
+#[test]
+fn deliver_before_in_every_way() {
+    for database in [Database::sqlite(), Database::postgres(), Database::mysql()] {
+        let home = Home::on(database);
+        home.run(&["migrate"]).done();
+        let before = |id: i64| home.show(id)["deliver_before"].clone();
+        let last = home.enqueue(&["log", "--payload", "x", "--deliver-before", "9999-12-31T23:59:59Z"]);
+        assert_eq!(before(last), "9999-12-31T23:59:59Z");
+        home.write("lines", "{\"payload\":1,\"deliver_before\":\"2031-02-03T04:05:06Z\"}\n");
+        home.run(&["enqueue", "log", "--ndjson", "lines"]).done();
+        assert_eq!(before(last + 1), "2031-02-03T04:05:06Z");
+        home.write("lines", "{\"payload\":1,\"deliver_before\":\"soon\"}\n");
+        home.run(&["enqueue", "log", "--ndjson", "lines"]).refused(2, &["line 1", "2026-03-01T12:00:00Z"]);
+        let server = Server::start(&home, &["--no-workers"]);
+        let batch = |before: &str| {
+            let body = json!({"messages": [{"payload": 1, "deliver_before": before}]}).to_string();
+            server.post("/v1/outbox/log/batch", &[("content-type", "application/json")], &body)
+        };
+        let id = batch("2031-02-03T04:05:06Z").answered(200).json()["results"][0]["id"].as_i64().unwrap();
+        assert_eq!(before(id), "2031-02-03T04:05:06Z");
+        let wrong = batch("soon").refused(400, "INVALID_REQUEST");
+        assert!(wrong["message"].as_str().unwrap().contains("messages[0]"), "{wrong}");
+        if home.database.url().is_some_and(|url| url.starts_with("postgres")) {
+            home.execute("SELECT postrider_enqueue('log', 'x'::bytea, deliver_before => 'infinity')");
+            let id = home.number("SELECT MAX(id) FROM outbox");
+            assert_eq!(before(id), "9999-12-31T23:59:59.999999Z", "never, not 1970");
+        }
+    }
 }

@@ -13,7 +13,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::App;
 use super::super::error::{ErrorBody, Refusal};
-use super::super::request::{Body, Id, cursor, header, id_of, listing, no, page_of};
+use super::super::request::{Body, Id, cursor, first, header, id_of, listing, no, page_of};
 use super::sagas::{DeliveryAttempt, SagaView};
 
 const MOST_OF_A_BATCH: usize = 1000;
@@ -51,7 +51,7 @@ fn event(body: EventBody, headers: &HeaderMap) -> Result<NewEvent, Refusal> {
     event.external_id = body.external_id;
     event.correlation_id = header(headers, "X-Correlation-ID")?.map(str::to_owned);
     for name in ["traceparent", "tracestate"] {
-        event.trace.extend(header(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
+        event.trace.extend(first(headers, name)?.map(|value| (name.to_owned(), value.to_owned())));
     }
     Ok(event)
 }
