@@ -78,6 +78,8 @@ pub enum Command {
     Scm(Scm),
     /// Say what works, and whether that is enough (exits with 1 if not)
     Gate(Gate),
+    /// Look for what is not as it should be; --repair puts right what can be (exits with 1 if something is left)
+    Doctor(Doctor),
     /// Check that an outage of OpenMemory costs nothing; --full makes one
     Verify(Verify),
     /// Serve the tools of the memory gateway over MCP, on standard input and output
@@ -470,6 +472,13 @@ pub enum SyncMode {
     Strict,
     #[value(name = "best_effort")]
     BestEffort,
+}
+
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// Repair what can be repaired safely
+    #[arg(long)]
+    pub repair: bool,
 }
 
 #[derive(Debug, Args)]

@@ -9,6 +9,7 @@ mod config;
 mod couriers;
 mod database;
 mod demo;
+mod doctor;
 mod failure;
 mod gate;
 mod http;

@@ -1,6 +1,7 @@
 //! The commands, one file each, and the way from the arguments to one of them.
 
 mod config;
+mod doctor;
 mod enqueue;
 mod gate;
 mod mcp;
@@ -77,6 +78,7 @@ async fn run(cli: Cli, config: Option<Config>) -> Result<Ending> {
         Command::Memory(args) => memory::run(&config()?, args, output).await,
         Command::Scm(args) => scm::run(&config()?, args, output).await,
         Command::Gate(args) => gate::run(&config()?, args, output).await,
+        Command::Doctor(args) => doctor::run(&config()?, args, output).await,
         Command::Verify(args) => verify::run(&mut config()?, args, output).await,
         Command::Mcp => mcp::run(&config()?, output).await,
         Command::StandIn(StandIn::Openmemory(args)) => stand_in::run(args).await.map(|()| Ending::Done),

@@ -17,6 +17,7 @@ use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
+use crate::doctor::Doctor;
 use crate::http::{self, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
@@ -47,6 +48,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         config.gate.clone(),
         (tokens_required, tls.is_some()),
         meters.clone(),
+        Doctor::new(config, &outbox, &parts),
     );
     app.warn_of_gate();
     let (stop, stopped) = watch::channel(false);
@@ -69,6 +71,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     // The breaker of this process needs looking after, whoever delivers.
     let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
     let sampling = app.live.start(stopped.clone());
+    let examining = app.doctor.start(config.doctor_every, stopped.clone());
     let watch = alerts::watch(config, &outbox);
     let signal = stop_signal()?;
     tokio::spawn(async move {
@@ -86,6 +89,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
     }
     let _ = sampling.await;
+    examining.abort();
     if let Some(tending) = tending {
         let _ = tending.await;
     }

@@ -35,6 +35,8 @@ macro_rules! file {
             pub memory: Option<Spanned<MemoryKeys>>,
             #[serde(default)]
             pub gate: GateKeys,
+            #[serde(default)]
+            pub doctor: DoctorKeys,
             pub verify: Option<VerifyKeys>,
             #[serde(default)]
             pub secrets: SecretKeys,
@@ -178,6 +180,13 @@ pub struct GateKeys {
     pub skip_audit: bool,
     pub skip_openmemory: bool,
     pub skip_reconcile: bool,
+}
+
+/// `[doctor]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [doctor]")]
+pub struct DoctorKeys {
+    pub every: Option<Span>,
 }
 
 /// `[verify]`.

@@ -62,6 +62,8 @@ pub struct Config {
     /// The memory gateway, where it is configured.
     pub memory: Option<MemoryConfig>,
     pub gate: GateRules,
+    /// How often `serve` looks for what is not as it should be; zero: only when asked.
+    pub doctor_every: Duration,
     pub verify: Option<VerifyCommands>,
     /// Where the key for secrets at rest is kept.
     pub secrets_key: String,
@@ -324,6 +326,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         orders,
         memory,
         gate: gate(&place, &file.gate, &variable)?,
+        doctor_every: file.doctor.every.map_or(Duration::from_secs(3600), |every| every.0),
         verify: file.verify.map(|keys| VerifyCommands { stop: keys.stop_command, start: keys.start_command }),
         secrets_key,
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),

@@ -181,6 +181,11 @@ const SECTIONS: &[Section] = &[
         ],
     },
     Section {
+        name: "doctor",
+        about: "What `postrider doctor` does when asked, `serve` does by itself, without repairing anything.",
+        keys: &[Key("every", "`\"1h\"`", "How often; `\"0\"`: only when asked, by `POST /v1/doctor`.")],
+    },
+    Section {
         name: "verify",
         about: "How `postrider verify --full` stops and starts your OpenMemory; without this section it uses a stand-in of its own.",
         keys: &[

@@ -3,6 +3,7 @@
 mod accept;
 mod auth;
 mod dashboard;
+mod doctor;
 mod error;
 mod health;
 mod intake;
@@ -34,6 +35,7 @@ use utoipa_axum::routes;
 
 use self::intake::{Intake, Ways};
 use self::webhooks::{dead_letters, events, replays, sagas, subscriptions};
+use crate::doctor::Doctor;
 use crate::gate::{Gate, GateRules};
 use crate::live::Live;
 use crate::metrics;
@@ -62,6 +64,7 @@ pub struct App {
     pub tls: bool,
     pub meters: metrics::Shared,
     pub live: Arc<Live>,
+    pub doctor: Arc<Doctor>,
     pub webhooks: Webhooks,
     pub orders: Orders,
     /// Where `[memory]` is.
@@ -85,6 +88,7 @@ impl App {
         gate_rules: GateRules,
         (tokens_required, tls): (bool, bool),
         meters: metrics::Shared,
+        doctor: Arc<Doctor>,
     ) -> Arc<Self> {
         let Parts { webhooks, orders, memories } = parts;
         let tools = Tools { outbox: outbox.clone(), memories: memories.clone(), meters: Some(meters.clone()) };
@@ -118,6 +122,7 @@ impl App {
         Arc::new(App {
             tokens: Tokens::new(outbox.clone()),
             live: Live::new(outbox.clone(), memories.clone()),
+            doctor,
             outbox,
             webhooks,
             orders,
@@ -201,6 +206,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
             .routes(routes!(outbox::show))
             .routes(routes!(live::overview))
             .routes(routes!(live::workers))
+            .routes(routes!(doctor::last))
             .routes(routes!(health::metrics)),
     );
     let look = hooks(
@@ -220,7 +226,8 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         OpenApiRouter::new()
             .routes(routes!(outbox::requeue))
             .routes(routes!(outbox::pause))
-            .routes(routes!(outbox::resume)),
+            .routes(routes!(outbox::resume))
+            .routes(routes!(doctor::ask)),
     );
     let manage = hooks(
         Scope::Operate,

@@ -1,0 +1,137 @@
+//! The doctor: asks the database what the promises of every part can be asked, twice, and repairs what can be repaired
+//! safely. Its rounds are bounded, and take at most a hundredth of the time.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use postrider::clock::{self, Tick};
+use postrider::doctor::{Case, Examine, Finding, confirmed, findings};
+use postrider::{Outbox, Timestamp};
+use serde::Serialize;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+
+use crate::config::Config;
+use crate::parts::Parts;
+
+/// Between the two looks: what is only passed through is gone by then.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
+/// A round that took so long is followed by a pause of this many times that.
+const PAUSE: u32 = 99;
+
+/// What a round found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Nothing is left.
+    pub ok: bool,
+    pub finished_at: Timestamp,
+    pub findings: Vec<Finding>,
+}
+
+pub struct Doctor {
+    parts: Vec<Arc<dyn Examine>>,
+    /// What is reported has stood for at least this long: longer than a lease and a poll.
+    stood: Duration,
+    last: Mutex<Option<(Tick, Report)>>,
+    wanted: Mutex<Option<bool>>,
+    asked: Notify,
+}
+
+impl Doctor {
+    pub fn new(config: &Config, outbox: &Outbox, parts: &Parts) -> Arc<Self> {
+        let lanes = || config.lanes.values().map(|lane| &lane.settings);
+        let lease = lanes().map(|settings| settings.lease).max().unwrap_or_default();
+        let poll = lanes().map(|settings| settings.poll).max().unwrap_or_default();
+        let mut examined: Vec<Arc<dyn Examine>> =
+            vec![Arc::new(outbox.clone()), Arc::new(parts.webhooks.clone()), Arc::new(parts.orders.clone())];
+        examined.extend(parts.memories.clone().map(|memories| Arc::new(memories) as Arc<dyn Examine>));
+        Arc::new(Doctor {
+            parts: examined,
+            stood: lease + poll,
+            last: Mutex::default(),
+            wanted: Mutex::default(),
+            asked: Notify::new(),
+        })
+    }
+
+    /// One round: two looks, and with `repair` what can be repaired safely.
+    pub async fn round(&self, repair: bool) -> postrider::Result<Report> {
+        let first = self.look().await?;
+        let mut cases = Vec::new();
+        if !first.is_empty() {
+            tokio::time::sleep(BETWEEN_LOOKS).await;
+            cases = confirmed(&first, self.look().await?);
+        }
+        let mut repaired = Vec::new();
+        if repair && !cases.is_empty() {
+            for part in &self.parts {
+                repaired.extend(part.repair(&cases).await?);
+            }
+        }
+        let findings = findings(&cases, &repaired);
+        let ok = findings.iter().all(|finding| finding.repaired);
+        let report = Report { ok, finished_at: clock::wall(), findings };
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some((Tick::now(), report.clone()));
+        Ok(report)
+    }
+
+    async fn look(&self) -> postrider::Result<Vec<Case>> {
+        let mut cases = Vec::new();
+        for part in &self.parts {
+            cases.extend(part.look(self.stood).await?);
+        }
+        Ok(cases)
+    }
+
+    /// The last round and its age.
+    pub fn last(&self) -> Option<(Report, Duration)> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.as_ref().map(|(at, report)| (report.clone(), Tick::now().since(*at)))
+    }
+
+    /// Asks for a round soon; several askers share one, which repairs if one of them wants that.
+    pub fn ask(&self, repair: bool) {
+        let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        *wanted = Some(repair || wanted.unwrap_or(false));
+        self.asked.notify_one();
+    }
+
+    /// Makes rounds now and then, and when asked.
+    pub fn start(self: &Arc<Self>, every: Duration, mut stopped: watch::Receiver<bool>) -> JoinHandle<()> {
+        let doctor = self.clone();
+        tokio::spawn(async move {
+            let mut pause = every;
+            loop {
+                let usual = async {
+                    match every.is_zero() {
+                        true => std::future::pending().await,
+                        false => tokio::time::sleep(pause.mul_f64(0.75 + 0.5 * clock::chance())).await,
+                    }
+                };
+                tokio::select! {
+                    () = usual => {}
+                    () = doctor.asked.notified() => {}
+                    _ = stopped.wait_for(|stop| *stop) => return,
+                }
+                let wanted = doctor.wanted.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let begun = Tick::now();
+                match doctor.round(wanted.unwrap_or(false)).await {
+                    Ok(report) => tell(&report),
+                    Err(error) => tracing::warn!(%error, "the doctor's round could not be finished"),
+                }
+                pause = every.max(Tick::now().since(begun) * PAUSE);
+            }
+        })
+    }
+}
+
+fn tell(report: &Report) {
+    for finding in &report.findings {
+        let (part, count, ids) = (finding.part, finding.count, format!("{:?}", finding.ids));
+        if finding.repaired {
+            tracing::info!(part, count, ids, "repaired: {}", finding.message);
+        } else {
+            tracing::warn!(part, count, ids, advice = finding.advice, "{}", finding.message);
+        }
+    }
+}
