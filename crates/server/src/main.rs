@@ -22,6 +22,7 @@ mod parts;
 mod roll;
 mod schema;
 mod secret;
+mod signals;
 mod stand_in;
 mod table;
 mod tokens;

@@ -17,6 +17,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Metric, Registry};
 
+use crate::logs;
+
 /// Counting a large table is not free: looks within this time share one answer.
 const FRESH: Duration = Duration::from_secs(5);
 
@@ -106,6 +108,7 @@ pub struct Meters {
     dead_tuples: Family<Table, Gauge>,
     xmin_age: Gauge,
     wal_bytes: Gauge,
+    log_lines_dropped: Counter,
     looked_at: Mutex<Option<Tick>>,
 }
 
@@ -152,6 +155,7 @@ impl Meters {
                 "Age of the oldest snapshot that holds vacuum up, in transactions",
             ),
             wal_bytes: kept(r, "outbox_sqlite_wal_bytes", "Size of the write-ahead log"),
+            log_lines_dropped: kept(r, "postrider_log_lines_dropped", "Log lines nobody read in time"),
             latency,
             registry,
             looked_at: Mutex::new(None),
@@ -175,6 +179,8 @@ impl Meters {
                 self.paused.get_or_create(&Lane { lane: lane.clone() }).set(i64::from(paused.contains(&lane)));
             }
         }
+        let counted = self.log_lines_dropped.get();
+        self.log_lines_dropped.inc_by(logs::dropped().saturating_sub(counted));
         let mut page = String::new();
         encode(&mut page, &self.registry).map_err(|e| postrider::Error::database(e.to_string()))?;
         Ok(page)

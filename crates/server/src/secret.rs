@@ -1,6 +1,21 @@
 //! Secrets are references, not values: `env:NAME`, `file:PATH` or `exec:COMMAND` (a secrets manager's own client).
 
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How often it was said that secrets may have changed.
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// Secrets may have changed: whoever uses one reads it again before its next use.
+pub fn read_again() {
+    TOLD.fetch_add(1, Ordering::SeqCst);
+    tracing::info!("secrets are read again");
+}
+
+/// Grows whenever secrets may have changed.
+pub fn told() -> u64 {
+    TOLD.load(Ordering::SeqCst)
+}
 
 /// Does this text refer to a secret kept elsewhere?
 pub fn is_reference(text: &str) -> bool {

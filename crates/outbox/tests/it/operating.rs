@@ -62,7 +62,9 @@ async fn p6_requeue_brings_a_dead_message_back(db: Database) {
     let shown = db.show(id).await;
     assert_eq!((shown.status, shown.attempts, shown.crashes, shown.lease_token), (Status::Pending, 0, 0, 1));
     assert_eq!((shown.target.as_deref(), shown.active_key.as_deref()), (Some("t"), Some("k")));
-    assert_eq!(shown.last_error_code.as_deref(), Some("BAD"), "why it died is kept");
+    assert_eq!((shown.last_error_code, shown.last_error), (None, None), "it begins anew");
+    let (_, history) = db.outbox.show(id).await.unwrap().unwrap();
+    assert_eq!(history.last().unwrap().code.as_deref(), Some("BAD"), "why it died stays in its history");
     assert_eq!(db.counts().await[..2], [1, 0]);
     let claimed = db.claim_one("a", "w").await;
     assert_eq!((claimed.id, claimed.lease_token, claimed.attempts, claimed.payload.as_ref()), (id, 2, 0, &b"x"[..]));
@@ -143,7 +145,7 @@ async fn p6_requeue_against_enqueue_of_the_same_active_key(db: Database) {
         match back {
             Requeued::Requeued => assert_eq!((entry.id, entry.outcome), (id, Enqueued::Differs)),
             Requeued::Conflict => assert_eq!(entry.outcome, Enqueued::Created),
-            Requeued::NotDead => panic!("it was dead"),
+            other => panic!("it was dead and free: {other:?}"),
         }
     }
     assert_eq!(db.count("outbox").await, 10);

@@ -9,6 +9,7 @@ mod migrate;
 mod ndjson;
 mod orders;
 mod outbox;
+mod requeue;
 mod scm;
 mod serve;
 mod token;
@@ -19,7 +20,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-pub use worker::{build, orchestrate, stop_signal, tend};
+pub use worker::{build, orchestrate, tend};
 
 use clap::{CommandFactory, Parser};
 
@@ -41,7 +42,9 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if message.use_stderr() { 2 } else { 0 });
         }
     };
-    exit_code(start(cli))
+    let code = exit_code(start(cli));
+    logs::end();
+    code
 }
 
 fn start(cli: Cli) -> Result<Ending> {

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use super::worker::{build, consume, orchestrate, reap, stop_signal, tend};
+use super::worker::{build, consume, orchestrate, reap, tend};
 use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
@@ -22,10 +22,12 @@ use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
 use crate::roll::Roll;
+use crate::signals::stop_signal;
 use crate::tokens::Tokens;
 use crate::traces::Traces;
 
 pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending> {
+    let signal = stop_signal()?;
     let address = args.listen.unwrap_or(config.listen);
     let tls = config.tls.as_ref().map(acceptor).transpose()?;
     let limits = Limits::default();
@@ -70,7 +72,6 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
     let sampling = app.live.start(stopped.clone());
     let watch = alerts::watch(config, &outbox);
-    let signal = stop_signal()?;
     tokio::spawn(async move {
         signal.await;
         let _ = stop.send(true);

@@ -17,6 +17,7 @@ mod memory;
 mod on_every_database;
 mod orders;
 mod outage;
+mod readers;
 mod receiver;
 mod scm;
 mod scratch;
