@@ -139,6 +139,13 @@ pub(crate) async fn ages(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, Ag
     Ok(lanes.iter().map(|(lane, of_lane)| (lane.clone(), age(of_lane))).collect())
 }
 
+/// Live messages of a lane, up to `most`.
+pub(crate) async fn waiting(tx: &mut (dyn Tx + Send), lane: &str, most: u64) -> Result<u64> {
+    let sql = format!("SELECT COUNT(*) FROM (SELECT id FROM outbox WHERE lane = ? LIMIT {most}) live");
+    let rows = tx.query(&sql, &[lane.into()]).await?;
+    Ok(rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0) as u64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -124,7 +124,7 @@ pub(crate) fn mysql_kind(number: u16) -> Kind {
     match number {
         1213 | 1205 | 1020 | 3572 => Kind::Busy,
         1062 => Kind::Conflict,
-        1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
+        1290 | 1792 | 1836 | 1021 | 1041 | 1040 | 1114 => Kind::Unavailable,
         1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
         1146 | 1054 | 1305 => Kind::Schema,
         1317 | 3024 | 1969 => Kind::Timeout,

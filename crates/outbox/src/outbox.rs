@@ -570,6 +570,16 @@ impl Outbox {
         Ok(ages)
     }
 
+    /// How many messages of a lane wait or are under way, counted up to `most`.
+    pub async fn waiting(&self, lane: &str, most: u64) -> Result<u64> {
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Look, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { depths::waiting(tx, &lane, most).await })
+        })
+        .await
+    }
+
     /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history, but with the backlog.
     pub async fn depths(&self) -> Result<BTreeMap<String, LaneStats>> {
         let stats = transact(&*self.store, Mode::Read, |tx| Box::pin(depths::depths(tx))).await?;

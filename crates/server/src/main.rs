@@ -28,6 +28,7 @@ mod table;
 mod tokens;
 mod tools;
 mod traces;
+mod writes;
 
 use std::process::ExitCode;
 

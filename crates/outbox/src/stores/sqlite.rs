@@ -27,6 +27,9 @@ use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value, ready_now};
 
 /// Older libraries can lose committed WAL frames when two processes write.
 const OLDEST_SQLITE: i32 = 3_051_003;
+/// Nothing more could be written: the disk is full, or the file may not grow.
+const FULL: i32 = 13;
+const IOERR_WRITE: i32 = 10 | (3 << 8);
 /// Requests taken into one commit at most.
 const GROUP: usize = 64;
 
@@ -271,10 +274,12 @@ fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Reques
         next = if taken < GROUP { requests.try_recv().ok() } else { None };
     }
     let ended = begun.and_then(|()| {
-        tx.batch("COMMIT").map_err(|e| {
+        tx.connection.execute_batch("COMMIT").map_err(|e| {
             let _ = tx.batch("ROLLBACK");
-            // Busy is definite; an I/O error at the commit is not.
-            if e.kind == Kind::Busy { e } else { e.unknown() }
+            // Busy is definite, and so is what could not be written: it is not in the log. Another I/O error is not.
+            let code = e.sqlite_error().map_or(0, |e| e.extended_code);
+            let e = classify(&e);
+            if e.kind == Kind::Busy || matches!(code & 0xff, FULL) || code == IOERR_WRITE { e } else { e.unknown() }
         })
     });
     for finish in done {

@@ -25,6 +25,7 @@ use crate::roll::Roll;
 use crate::signals::stop_signal;
 use crate::tokens::Tokens;
 use crate::traces::Traces;
+use crate::writes;
 
 pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending> {
     let signal = stop_signal()?;
@@ -71,6 +72,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     // The breaker of this process needs looking after, whoever delivers.
     let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
     let sampling = app.live.start(stopped.clone());
+    let writing = writes::watch(&outbox, stopped.clone());
     let watch = alerts::watch(config, &outbox);
     tokio::spawn(async move {
         signal.await;
@@ -87,6 +89,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         workers.await.map_err(|e| Failure::failed(format!("the workers ended badly: {e}")))??;
     }
     let _ = sampling.await;
+    let _ = writing.await;
     if let Some(tending) = tending {
         let _ = tending.await;
     }

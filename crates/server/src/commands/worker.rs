@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::alerts;
 use crate::cli::Worker;
-use crate::config::{Broker, Config, Lane};
+use crate::config::{ALERTS, Broker, Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
@@ -120,8 +120,11 @@ pub async fn build(
         );
     }
     let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
-    for (_, lane) in lanes {
-        let courier = lane.destination.courier(outbox, Some(parts), output).await?;
+    for (name, lane) in lanes {
+        let mut courier = lane.destination.courier(outbox, Some(parts), output).await?;
+        if *name == ALERTS {
+            courier = alerts::in_order(config, outbox, courier);
+        }
         let courier = traces.map_or(courier.clone(), |traces| traces.around(courier));
         worker = worker.lane_with(lane.settings.clone(), courier);
     }

@@ -72,7 +72,7 @@ fn a_log_nobody_reads_stops_no_delivery_and_no_stop() {
     assert_eq!(server.ends(), 0);
     let mut log = String::new();
     server.0.stderr.take().unwrap().read_to_string(&mut log).unwrap();
-    assert!(log.len() > 60_000, "the pipe was full: {} bytes", log.len());
+    assert!(log.len() > 30_000, "the pipe was full: {} bytes", log.len());
 }
 
 #[test]
@@ -130,7 +130,8 @@ fn a_second_signal_ends_it_though_nobody_reads_the_log() {
 fn a_printer_nobody_reads_holds_up_its_own_lane_alone() {
     let works = Receiver::start(|_| Some(200));
     let home = Home::sqlite();
-    home.write("postrider.toml", &format!("[lane.works]\ncourier = \"http\"\nurl = \"{}\"\n", works.url));
+    let lane = format!("[lane.works]\ncourier = \"http\"\nurl = \"{}\"\n", works.url);
+    home.write("postrider.toml", &(lane + "[lane.log]\nbackoff_sec = [1]\n"));
     let lines: String = (0..4000).map(|n| format!("{{\"payload\": \"{n}\"}}\n")).collect();
     home.run_with(&["enqueue", "log", "--ndjson", "-"], &lines).done();
     let mut worker = Stuck(home.command(&["worker"]).stderr(Stdio::null()).spawn().unwrap());
