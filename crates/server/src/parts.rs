@@ -10,11 +10,12 @@ use postrider::alerts::Alerts;
 use postrider::store::{Mode, transact};
 use postrider_memories::Memories;
 use postrider_orders::Orders;
-use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
+use postrider_orders::adapters::{Adapter, PaperBroker};
 use postrider_webhooks::Webhooks;
 use postrider_webhooks::keyring::Keyring;
 
 use crate::config::{ALERTS, Broker, Config};
+use crate::couriers::RereadingBroker;
 use crate::failure::{Failure, Result};
 use crate::secret;
 
@@ -52,7 +53,7 @@ pub async fn orders(config: &Config, outbox: &Outbox) -> Result<Orders> {
     let orders = &config.orders;
     let adapter: Arc<dyn Adapter> = match &orders.broker {
         Broker::Paper { settings, .. } => Arc::new(PaperBroker::new(outbox.clone(), *settings)),
-        Broker::Http(settings) => Arc::new(HttpBroker::new(settings.clone())?),
+        Broker::Http(settings) => Arc::new(RereadingBroker::new(settings.clone(), &orders.header_texts)?),
     };
     let alerts = alerts(config, outbox);
     Ok(Orders::new(outbox.clone(), orders.settings.clone(), orders.book.clone(), adapter, alerts).await?)

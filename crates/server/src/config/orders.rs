@@ -10,7 +10,7 @@ use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place, headers, part_lane, says_where};
+use super::{Lane, Place, headers, part_lane, says_where, texts};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
 
@@ -21,6 +21,8 @@ pub struct OrdersConfig {
     /// What couriers learnt, until the store writes it.
     pub book: Book,
     pub broker: Broker,
+    /// The broker's headers as they were written, references and all.
+    pub header_texts: Vec<(String, String)>,
     pub strict: bool,
 }
 
@@ -90,6 +92,7 @@ pub(super) fn read(
         settings: Settings { ledger_ttl, ..usual },
         book: Book::default(),
         broker,
+        header_texts: texts(&keys.headers),
         strict: keys.strict_idempotency.unwrap_or(false),
     })
 }
