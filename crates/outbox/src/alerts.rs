@@ -1,23 +1,34 @@
 //! Alerts are messages too: written on a lane of their own in the transaction that saw the trouble, so they survive what a
-//! message survives. One trouble is one alert: within `every`, what comes again is only counted, by all processes together.
+//! message survives. One trouble is one alert: within `every`, what comes again is only counted, by all processes together,
+//! also when the trouble was over in between. What is told of one trouble is told in order, and only the last word of it:
+//! see [`Alerts::place`].
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
 use crate::error::Result;
-use crate::message::NewMessage;
+use crate::message::{Message, NewMessage};
 use crate::outbox::Outbox;
 use crate::settle::for_update;
 use crate::store::{Mode, transact};
 use crate::time::{Timestamp, micros_of};
-use crate::tx::{Dialect, Tx, Value};
+use crate::tx::{Dialect, Row, Tx, Value};
 
-/// A settle that has stamped its rows may commit a little later: the newest deaths are looked at once they have settled.
-const SETTLING: Duration = Duration::from_secs(2);
-/// More deaths than this at once are counted as this many.
-const MOST_COUNTED: i64 = 100_000;
+/// A settle that has stamped its rows may commit later: deaths are looked for again for so long.
+const LATE: Duration = Duration::from_secs(60);
+/// Deaths read by one look; the next one goes on from there. And those remembered, to be looked for again.
+const READ: usize = 10_000;
+const REMEMBERED: usize = 2_000;
+/// Where nobody dies, a look is noted only so often.
+const NOTED: Duration = Duration::from_secs(20);
+/// What was told so long ago is forgotten.
+const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Waiting messages of a lane are counted up to this.
+const MOST_WAITING: u64 = 10_000;
 
 pub mod kind {
     pub const DEAD_MESSAGES: &str = "dead_messages";
@@ -36,6 +47,72 @@ pub struct Alert {
     pub details: Json,
 }
 
+/// Where an alert stands among those of its trouble.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// It is the last word: to be sent.
+    Last,
+    /// A later one says more: not to be sent.
+    Overtaken(i64),
+    /// The one before it has not ended yet.
+    Waits,
+}
+
+/// What was last told of a trouble.
+#[derive(Clone, Copy, Debug, Default)]
+struct Standing {
+    raised_at: Option<Timestamp>,
+    /// Set once the end of what was raised is told.
+    resolved_at: Option<Timestamp>,
+    suppressed: i64,
+    message_id: Option<i64>,
+    now: Timestamp,
+}
+
+impl Standing {
+    /// Was one like it raised within `every`?
+    fn raised_within(&self, every: Duration) -> bool {
+        self.raised_at.is_some_and(|at| self.now.micros().saturating_sub(at.micros()) < micros_of(every))
+    }
+
+    /// Is the last word that there is trouble?
+    fn is_raised(&self) -> bool {
+        self.raised_at.is_some() && self.resolved_at.is_none()
+    }
+}
+
+/// The deaths of a lane that were counted lately.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Recent {
+    /// Microseconds: nothing that died before is looked at again.
+    floor: i64,
+    ids: Vec<i64>,
+}
+
+#[derive(Clone, Debug)]
+struct Death {
+    id: i64,
+    at: Timestamp,
+    code: Option<String>,
+}
+
+impl Recent {
+    /// The deaths that are new among those a look has read (in their order), until when it has seen all, and what it will
+    /// remember.
+    fn tell<'a>(&self, read: &'a [Death], now: Timestamp) -> (Vec<&'a Death>, Timestamp, Recent) {
+        let known: HashSet<i64> = self.ids.iter().copied().collect();
+        let new = read.iter().filter(|death| !known.contains(&death.id)).collect();
+        let until = if read.len() < READ { now } else { read.last().map_or(now, |death| death.at) };
+        let mut floor = until.micros().saturating_sub(micros_of(LATE)).max(self.floor);
+        let again: Vec<&Death> = read.iter().filter(|death| death.at.micros() > floor).collect();
+        let (left_out, kept) = again.split_at(again.len().saturating_sub(REMEMBERED));
+        if let Some(last) = left_out.last() {
+            floor = last.at.micros();
+        }
+        (new, until, Recent { floor, ids: kept.iter().map(|death| death.id).collect() })
+    }
+}
+
 /// Raises alerts on a lane.
 #[derive(Clone)]
 pub struct Alerts {
@@ -51,35 +128,56 @@ impl Alerts {
 
     /// Raises an alert in the given transaction; `false` if one like it went out within `every`, and it was only counted.
     pub async fn raise(&self, tx: &mut (dyn Tx + Send), alert: &Alert) -> Result<bool> {
-        let (raised_at, suppressed, now) = self.lock(tx, alert.kind, &alert.subject).await?;
+        let standing = self.lock(tx, alert.kind, &alert.subject).await?;
         let name = [alert.kind.into(), alert.subject.as_str().into()];
-        if raised_at.is_some_and(|at| now.micros().saturating_sub(at.micros()) < micros_of(self.every)) {
+        if standing.raised_within(self.every) {
             let [kind, subject] = name;
             let sql = "UPDATE outbox_alerts SET suppressed = suppressed + ? WHERE kind = ? AND subject = ?";
             tx.execute(sql, &[alert.count.into(), kind, subject]).await?;
             return Ok(false);
         }
-        let mut params: Vec<Value> = vec![now.into()];
+        let mut params: Vec<Value> = vec![standing.now.into()];
         params.extend(name);
-        let sql = "UPDATE outbox_alerts SET raised_at = ?, suppressed = 0 WHERE kind = ? AND subject = ?";
+        let sql =
+            "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, suppressed = 0 WHERE kind = ? AND subject = ?";
         tx.execute(sql, &params).await?;
-        self.write(tx, "raised", alert, suppressed, now).await?;
+        self.write(tx, "raised", alert, &standing).await?;
         Ok(true)
     }
 
-    /// The trouble is over: says so, if it had been raised.
+    /// The trouble is over: says so, if its last word was that there is trouble.
     pub async fn resolve(&self, tx: &mut (dyn Tx + Send), alert: &Alert) -> Result<bool> {
         let name = [alert.kind.into(), alert.subject.as_str().into()];
-        let sql = "SELECT 1 FROM outbox_alerts WHERE kind = ? AND subject = ? AND raised_at IS NOT NULL";
+        let sql = "SELECT 1 FROM outbox_alerts WHERE kind = ? AND subject = ? AND raised_at IS NOT NULL AND resolved_at IS NULL";
         if tx.query(sql, &name).await?.is_empty() {
             return Ok(false);
         }
-        let (raised_at, suppressed, now) = self.lock(tx, alert.kind, &alert.subject).await?;
-        tx.execute("DELETE FROM outbox_alerts WHERE kind = ? AND subject = ?", &name).await?;
-        if raised_at.is_some() {
-            self.write(tx, "resolved", alert, suppressed, now).await?;
+        let standing = self.lock(tx, alert.kind, &alert.subject).await?;
+        if !standing.is_raised() {
+            return Ok(false);
         }
-        Ok(raised_at.is_some())
+        let mut params: Vec<Value> = vec![standing.now.into()];
+        params.extend(name);
+        let sql = "UPDATE outbox_alerts SET resolved_at = ?, suppressed = 0 WHERE kind = ? AND subject = ?";
+        tx.execute(sql, &params).await?;
+        self.write(tx, "resolved", alert, &standing).await?;
+        Ok(true)
+    }
+
+    /// Whether an alert that is about to be sent is still the last word on its trouble. What is overtaken is not sent: a
+    /// trouble that is over is no news. And no two of one trouble are on their way at once, so that they arrive in order.
+    pub async fn place(&self, message: &Message) -> Result<Place> {
+        let Ok(body) = serde_json::from_slice::<Json>(&message.payload) else { return Ok(Place::Last) };
+        let (Some(kind), Some(subject)) = (body["kind"].as_str(), body["subject"].as_str()) else {
+            return Ok(Place::Last);
+        };
+        let (name, id, previous) = ([kind.to_owned(), subject.to_owned()], message.id, body["previous_id"].as_i64());
+        let work = Arc::new(name);
+        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { place(tx, &work, id, previous).await })
+        })
+        .await
     }
 
     /// Looks at every lane nobody owns: have messages died since the last look?
@@ -87,6 +185,14 @@ impl Alerts {
         let lanes = self.outbox.lanes().iter();
         let lanes = lanes.filter(|(lane, rules)| rules.owned_by.is_none() && *lane != &*self.lane);
         for lane in lanes.map(|(lane, _)| Arc::<str>::from(lane)).collect::<Vec<_>>() {
+            let (alerts, of_lane) = (self.clone(), lane.clone());
+            let look = transact(&**self.outbox.store(), Mode::Look, move |tx| {
+                let (alerts, lane) = (alerts.clone(), of_lane.clone());
+                Box::pin(async move { alerts.has_news(tx, &lane).await })
+            });
+            if !look.await? {
+                continue;
+            }
             let alerts = self.clone();
             let raised = transact(&**self.outbox.store(), Mode::Write, move |tx| {
                 let (alerts, lane) = (alerts.clone(), lane.clone());
@@ -99,30 +205,39 @@ impl Alerts {
         Ok(())
     }
 
+    /// Is there anything to write down about a lane? Most looks find nothing, and then nothing is written.
+    async fn has_news(&self, tx: &mut (dyn Tx + Send), lane: &str) -> Result<bool> {
+        let standing = self.standing(tx, kind::DEAD_MESSAGES, lane, "").await?;
+        let (since, recent) = seen(tx, lane).await?;
+        let (Some(standing), Some(since)) = (standing, since) else { return Ok(true) };
+        if self.was_only_counted(&standing) || standing.now.since(since) >= NOTED {
+            return Ok(true);
+        }
+        let read = deaths(tx, lane, since, &recent).await?;
+        Ok(!recent.tell(&read, standing.now).0.is_empty())
+    }
+
+    /// Did more die than was told, long enough ago to tell it now?
+    fn was_only_counted(&self, standing: &Standing) -> bool {
+        standing.suppressed > 0 && !standing.raised_within(self.every)
+    }
+
     async fn count_the_dead(&self, tx: &mut (dyn Tx + Send), lane: &str) -> Result<bool> {
-        let (raised_at, suppressed, now) = self.lock(tx, kind::DEAD_MESSAGES, lane).await?;
-        let name: [Value; 2] = [kind::DEAD_MESSAGES.into(), lane.into()];
-        let seen = "SELECT seen_until FROM outbox_alerts WHERE kind = ? AND subject = ?";
-        let since = tx.query(seen, &name).await?.first().map(|row| row.opt_time(0)).transpose()?.flatten();
-        let until = Timestamp::from_micros(now.micros() - micros_of(SETTLING));
-        let mut params: Vec<Value> = vec![until.into()];
-        params.extend(name);
-        tx.execute("UPDATE outbox_alerts SET seen_until = ? WHERE kind = ? AND subject = ?", &params).await?;
+        let standing = self.lock(tx, kind::DEAD_MESSAGES, lane).await?;
+        let (since, recent) = seen(tx, lane).await?;
         // The first look only notes where it begins: what died before anybody watched is history.
-        let Some(since) = since else { return Ok(false) };
-        let of_lane = "FROM outbox_done WHERE lane = ? AND status = 'dead' AND finished_at > ? AND finished_at <= ?";
-        let between: [Value; 3] = [lane.into(), since.into(), until.into()];
-        let count = format!("SELECT COUNT(*) FROM (SELECT id {of_lane} LIMIT {MOST_COUNTED}) AS died");
-        let count = tx.query(&count, &between).await?.first().map_or(Ok(0), |row| row.int(0))?;
-        let waiting = suppressed > 0
-            && raised_at.is_none_or(|at| now.micros().saturating_sub(at.micros()) >= micros_of(self.every));
-        if count == 0 && !waiting {
+        let from = since.unwrap_or(standing.now);
+        let read = deaths(tx, lane, from, &recent).await?;
+        let (new, until, recent) = recent.tell(&read, standing.now);
+        let recent = serde_json::to_string(&recent).unwrap_or_default();
+        let sql = "UPDATE outbox_alerts SET seen_until = ?, recent_json = ? WHERE kind = ? AND subject = ?";
+        tx.execute(sql, &[until.into(), recent.into(), kind::DEAD_MESSAGES.into(), lane.into()]).await?;
+        let count = new.len() as i64;
+        if since.is_none() || (count == 0 && !self.was_only_counted(&standing)) {
             return Ok(false);
         }
-        let last = format!("SELECT id, last_error_code {of_lane} ORDER BY finished_at DESC, id DESC LIMIT 1");
-        let last = tx.query(&last, &between).await?;
-        let last = last.first().map(|row| Ok::<_, crate::Error>((row.int(0)?, row.opt_text(1)?))).transpose()?;
-        let died = count + suppressed;
+        let last = new.last();
+        let died = count + standing.suppressed;
         let words = if died == 1 { "a message" } else { "messages" };
         let alert = Alert {
             kind: kind::DEAD_MESSAGES,
@@ -131,30 +246,50 @@ impl Alerts {
                 "{died} {words} of lane `{lane}` died; look: postrider outbox list --lane {lane} --status dead, bring back: postrider outbox requeue --lane {lane} --dead"
             ),
             count,
-            details: json!({ "last_id": last.as_ref().map(|l| l.0), "last_error_code": last.and_then(|l| l.1) }),
+            details: json!({ "last_id": last.map(|l| l.id), "last_error_code": last.and_then(|l| l.code.clone()) }),
         };
         self.raise(tx, &alert).await
     }
 
-    /// Is the oldest due message of each lane older than its limit? Paused lanes are held on purpose.
+    /// Is the oldest due message of each lane older than its limit? Paused lanes are held on purpose. It costs a bounded
+    /// amount, whatever the backlog.
     pub async fn look_at_ages(&self, limit: impl Fn(&str) -> Duration) -> Result<()> {
-        let paused = self.outbox.paused_lanes().await?;
-        for (lane, depth) in self.outbox.depths().await? {
+        for (lane, age) in self.outbox.ages().await? {
             let limit = limit(&lane);
-            let too_old = !limit.is_zero() && depth.oldest_due_seconds > limit.as_secs_f64() && !paused.contains(&lane);
-            let (age, limit) = (depth.oldest_due_seconds.round(), limit.as_secs());
+            let too_old = !limit.is_zero() && age.oldest_due_seconds > limit.as_secs_f64() && !age.paused;
+            let (age, limit) = (age.oldest_due_seconds.round(), limit.as_secs());
+            let mut details = json!({ "oldest_due_seconds": age, "limit_seconds": limit });
             let message = match too_old {
-                true => format!(
-                    "the oldest due message of lane `{lane}` has waited {age} s, its limit is {limit} s ({} wait); are its workers running, is its destination up?",
-                    depth.pending
-                ),
+                true => {
+                    let waiting = self.outbox.waiting(&lane, MOST_WAITING).await?;
+                    details["pending"] = waiting.into();
+                    let more = if waiting >= MOST_WAITING { "more than " } else { "" };
+                    format!(
+                        "the oldest due message of lane `{lane}` has waited {age} s, its limit is {limit} s ({more}{waiting} wait); are its workers running, is its destination up?"
+                    )
+                }
                 false => format!("lane `{lane}` is within its limit of {limit} s again"),
             };
-            let details = json!({ "oldest_due_seconds": age, "limit_seconds": limit, "pending": depth.pending });
             let alert = Alert { kind: kind::LANE_TOO_OLD, subject: lane, message, count: 1, details };
             self.tell(alert, too_old).await?;
         }
         Ok(())
+    }
+
+    /// Forgets troubles that nobody has heard of for a month; answers how many.
+    pub async fn forget(&self) -> Result<u64> {
+        let old = micros_of(FORGOTTEN.max(self.every.saturating_mul(2)));
+        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            Box::pin(async move {
+                let mut params = Vec::new();
+                let conditions = ["raised_at", "resolved_at", "seen_until"].map(|column| {
+                    let before = tx.now().plus(-old, &mut params);
+                    format!("({column} IS NULL OR {column} < {before})")
+                });
+                tx.execute(&format!("DELETE FROM outbox_alerts WHERE {}", conditions.join(" AND ")), &params).await
+            })
+        })
+        .await
     }
 
     /// Raises or resolves in a transaction of its own.
@@ -172,46 +307,133 @@ impl Alerts {
         Ok(())
     }
 
-    /// The trouble's row, made if need be and locked: when it was raised, what was suppressed since, and now.
-    async fn lock(
-        &self,
-        tx: &mut (dyn Tx + Send),
-        kind: &str,
-        subject: &str,
-    ) -> Result<(Option<Timestamp>, i64, Timestamp)> {
+    /// The trouble's row, made if need be and locked.
+    async fn lock(&self, tx: &mut (dyn Tx + Send), kind: &str, subject: &str) -> Result<Standing> {
         let name: [Value; 2] = [kind.into(), subject.into()];
         let make = match tx.dialect() {
             Dialect::Mysql => "INSERT IGNORE INTO outbox_alerts (kind, subject) VALUES (?, ?)",
             _ => "INSERT INTO outbox_alerts (kind, subject) VALUES (?, ?) ON CONFLICT DO NOTHING",
         };
         tx.execute(make, &name).await?;
-        let mut params = Vec::new();
-        let now = tx.now().plus(0, &mut params);
-        params.extend(name);
-        let sql = format!(
-            "SELECT raised_at, suppressed, {now} FROM outbox_alerts WHERE kind = ? AND subject = ?{}",
-            for_update(tx.dialect())
-        );
-        let rows = tx.query(&sql, &params).await?;
-        let row = rows.first().ok_or_else(|| crate::Error::database("an alert's row is gone"))?;
-        Ok((row.opt_time(0)?, row.int(1)?, row.time(2)?))
+        let lock = for_update(tx.dialect());
+        let standing = self.standing(tx, kind, subject, lock).await?;
+        standing.ok_or_else(|| crate::Error::database("an alert's row is gone"))
     }
 
-    async fn write(
+    async fn standing(
         &self,
         tx: &mut (dyn Tx + Send),
-        state: &str,
-        alert: &Alert,
-        suppressed: i64,
-        at: Timestamp,
-    ) -> Result<()> {
+        kind: &str,
+        subject: &str,
+        lock: &str,
+    ) -> Result<Option<Standing>> {
+        let mut params = Vec::new();
+        let now = tx.now().plus(0, &mut params);
+        params.extend([kind.into(), subject.into()]);
+        let sql = format!(
+            "SELECT raised_at, resolved_at, suppressed, message_id, {now} FROM outbox_alerts WHERE kind = ? AND subject = ?{lock}"
+        );
+        let standing = |row: &Row| {
+            Ok(Standing {
+                raised_at: row.opt_time(0)?,
+                resolved_at: row.opt_time(1)?,
+                suppressed: row.int(2)?,
+                message_id: row.opt_int(3)?,
+                now: row.time(4)?,
+            })
+        };
+        tx.query(&sql, &params).await?.first().map(standing).transpose()
+    }
+
+    async fn write(&self, tx: &mut (dyn Tx + Send), state: &str, alert: &Alert, standing: &Standing) -> Result<()> {
         let body = json!({
             "kind": alert.kind, "subject": alert.subject, "state": state, "message": alert.message,
             // Chat programs show this one.
             "text": format!("Postrider: {}", alert.message),
-            "count": alert.count, "suppressed": suppressed, "details": alert.details, "at": at.to_string(),
+            "count": alert.count, "suppressed": standing.suppressed, "details": alert.details,
+            "at": standing.now.to_string(), "previous_id": standing.message_id,
         });
         let message = NewMessage::json(&*self.lane, &body).target(alert.subject.clone());
-        self.outbox.enqueue_in(tx, &[message]).await.map(drop)
+        let id = self.outbox.enqueue_in(tx, &[message]).await?.ids().first().copied();
+        let sql = "UPDATE outbox_alerts SET message_id = ? WHERE kind = ? AND subject = ?";
+        tx.execute(sql, &[id.into(), alert.kind.into(), alert.subject.as_str().into()]).await.map(drop)
+    }
+}
+
+/// Until when the dead of a lane were seen, and which of them lately.
+async fn seen(tx: &mut (dyn Tx + Send), lane: &str) -> Result<(Option<Timestamp>, Recent)> {
+    let sql = "SELECT seen_until, recent_json FROM outbox_alerts WHERE kind = ? AND subject = ?";
+    let rows = tx.query(sql, &[kind::DEAD_MESSAGES.into(), lane.into()]).await?;
+    let Some(row) = rows.first() else { return Ok((None, Recent::default())) };
+    let recent = row.opt_text(1)?.and_then(|text| serde_json::from_str(&text).ok());
+    Ok((row.opt_time(0)?, recent.unwrap_or_default()))
+}
+
+/// Those of a lane that died since then, and those of a while before: they may have been stamped and not committed then.
+async fn deaths(tx: &mut (dyn Tx + Send), lane: &str, since: Timestamp, recent: &Recent) -> Result<Vec<Death>> {
+    let after = since.micros().saturating_sub(micros_of(LATE)).max(recent.floor);
+    let sql = format!(
+        "SELECT id, finished_at, last_error_code FROM outbox_done WHERE lane = ? AND status = 'dead' AND finished_at > ?
+         ORDER BY finished_at, id LIMIT {READ}"
+    );
+    let rows = tx.query(&sql, &[lane.into(), Timestamp::from_micros(after).into()]).await?;
+    rows.iter().map(|row| Ok(Death { id: row.int(0)?, at: row.time(1)?, code: row.opt_text(2)? })).collect()
+}
+
+async fn place(tx: &mut (dyn Tx + Send), name: &[String; 2], id: i64, previous: Option<i64>) -> Result<Place> {
+    if let Some(previous) = previous {
+        let live = "SELECT CASE WHEN locked_by IS NULL THEN 1 ELSE 0 END FROM outbox WHERE id = ?";
+        if let Some(row) = tx.query(live, &[previous.into()]).await?.first() {
+            if row.bool(0)? {
+                // It has nothing to wait for any more: it ends as soon as it is met.
+                let mut params = Vec::new();
+                let due = tx.now().plus(0, &mut params);
+                params.push(previous.into());
+                let later = tx.now().plus(0, &mut params);
+                let wake =
+                    format!("UPDATE outbox SET due_at = {due} WHERE id = ? AND locked_by IS NULL AND due_at > {later}");
+                tx.execute(&wake, &params).await?;
+            }
+            return Ok(Place::Waits);
+        }
+    }
+    let sql = "SELECT message_id FROM outbox_alerts WHERE kind = ? AND subject = ?";
+    let rows = tx.query(sql, &[name[0].as_str().into(), name[1].as_str().into()]).await?;
+    let newest = rows.first().map(|row| row.opt_int(0)).transpose()?.flatten();
+    Ok(newest.filter(|newest| *newest > id).map_or(Place::Last, Place::Overtaken))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn death(id: i64, at: i64) -> Death {
+        Death { id, at: Timestamp::from_micros(at), code: None }
+    }
+
+    #[test]
+    fn what_was_committed_late_is_new_and_what_was_counted_is_not() {
+        let minute = micros_of(LATE);
+        let now = Timestamp::from_micros(10 * minute);
+        let first = [death(1, 10 * minute - 5), death(2, 10 * minute - 3)];
+        let (new, until, recent) = Recent::default().tell(&first, now);
+        assert_eq!((new.len(), until), (2, now));
+        // One stamped before both is seen only now.
+        let second = [death(3, 10 * minute - 9), death(1, 10 * minute - 5), death(2, 10 * minute - 3)];
+        let (new, _, recent) = recent.tell(&second, Timestamp::from_micros(10 * minute + 100));
+        assert_eq!(new.iter().map(|death| death.id).collect::<Vec<_>>(), [3]);
+        assert_eq!(recent.tell(&second, now).0.len(), 0);
+    }
+
+    #[test]
+    fn of_very_many_the_newest_are_remembered_and_none_is_counted_twice() {
+        let minute = micros_of(LATE);
+        let many: Vec<Death> = (0..READ as i64).map(|n| death(n, 100 * minute + n)).collect();
+        let (new, until, recent) = Recent::default().tell(&many, Timestamp::from_micros(101 * minute));
+        assert_eq!((new.len(), until), (READ, many[READ - 1].at), "the next look goes on from there");
+        assert_eq!(recent.ids.len(), REMEMBERED);
+        let again: Vec<Death> = many.iter().filter(|death| death.at.micros() > recent.floor).cloned().collect();
+        assert_eq!(again.len(), REMEMBERED, "the next look reads no more than it remembers");
+        assert!(recent.tell(&again, until).0.is_empty());
     }
 }

@@ -1,6 +1,6 @@
-//! The verbs that are not hot, written once on the `Tx` port: renew, defer, wake, seize, requeue, prune, dedup, counts.
+//! The verbs that are not hot, written once on the `Tx` port: renew, defer, wake, seize, prune, dedup.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
@@ -10,7 +10,7 @@ use crate::message::{Sha, cut_code};
 use crate::outcome::{GiveBack, LeaseState, code};
 use crate::permit::{permit, withdraw_permit};
 use crate::settle::{by_id, for_update, in_ids, skip_locked};
-use crate::store::{LaneStats, Prune, Pruned, Requeued};
+use crate::store::{Prune, Pruned};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Dialect, Row, Tx, Value};
 
@@ -238,43 +238,6 @@ pub(crate) async fn seize(
     Ok(leases)
 }
 
-const BACK: &str = "id, lane, shard_id, lease_token, maybe_sent, target, active_key, payload, content_type, headers, payload_sha, \
-                    last_error_code, last_error, correlation_id, created_at";
-
-/// Requeues one dead message. One that expired is wanted after all: its `deliver_before` is dropped. Savepoints are not portable, so the active key is looked at before the insert; should
-/// somebody take it in between, the unique index aborts the transaction and the caller runs it again.
-pub(crate) async fn requeue(tx: &mut (dyn Tx + Send), id: i64, lanes: &Lanes, owner: Option<&str>) -> Result<Requeued> {
-    let dialect = tx.dialect();
-    let sql =
-        format!("SELECT lane, active_key FROM outbox_done WHERE id = ? AND status = 'dead'{}", for_update(dialect));
-    let rows = tx.query(&sql, &[id.into()]).await?;
-    let Some(row) = rows.first() else { return Ok(Requeued::NotDead) };
-    lanes.permit(&row.text(0)?, owner)?;
-    if let Some(active_key) = row.opt_bytes(1)? {
-        let active_key: Value = if dialect == Dialect::Mysql { active_key.into() } else { row.text(1)?.into() };
-        let sql = "SELECT 1 FROM outbox WHERE lane = ? AND active_key = ?";
-        if !tx.query(sql, &[row.text(0)?.into(), active_key]).await?.is_empty() {
-            return Ok(Requeued::Conflict);
-        }
-    }
-    let mut params = Vec::new();
-    let due = tx.now().plus(0, &mut params);
-    let updated = tx.now().plus(0, &mut params);
-    params.push(id.into());
-    let sql = format!(
-        "INSERT INTO outbox ({BACK}, deliver_before, attempts, crashes, due_at, updated_at)
-         SELECT {BACK}, CASE WHEN last_error_code = 'EXPIRED' THEN NULL ELSE deliver_before END, 0, 0, {due}, {updated} FROM outbox_done WHERE id = ?"
-    );
-    let back = tx.execute(&sql, &params).await?;
-    permit(tx, "requeue").await?;
-    let gone = tx.execute("DELETE FROM outbox_done WHERE id = ?", &[id.into()]).await?;
-    withdraw_permit(tx).await?;
-    if (back, gone) != (1, 1) {
-        return Err(Error::database(format!("requeue of message {id} moved {back} and deleted {gone} rows")));
-    }
-    Ok(Requeued::Requeued)
-}
-
 /// Every lane ever registered, configured here or not.
 pub(crate) async fn lane_names(tx: &mut (dyn Tx + Send)) -> Result<Vec<String>> {
     tx.query("SELECT lane FROM outbox_lanes ORDER BY lane", &[]).await?.iter().map(|row| row.text(0)).collect()
@@ -311,7 +274,12 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
     ids.sort_unstable();
     if !ids.is_empty() {
         permit(tx, "prune").await?;
-        for table in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id", "outbox_dedup WHERE outbox_id"] {
+        for table in [
+            "outbox_done WHERE id",
+            "outbox_attempts WHERE outbox_id",
+            "outbox_dedup WHERE outbox_id",
+            "postrider_former_keys WHERE outbox_id",
+        ] {
             let mut params = Vec::new();
             let list = in_ids(dialect, &ids, &mut params);
             let gone = tx.execute(&format!("DELETE FROM {table} {list}"), &params).await?;
@@ -523,44 +491,4 @@ pub(crate) async fn store_id(tx: &mut (dyn Tx + Send)) -> Result<String> {
     rows.first()
         .ok_or_else(|| Error::new(Kind::Schema, "the database has no store id; run `postrider migrate`"))?
         .text(0)
-}
-
-pub(crate) async fn stats(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
-    let mut lanes = depths(tx).await?;
-    for row in tx.query("SELECT lane, status, COUNT(*) FROM outbox_done GROUP BY lane, status", &[]).await? {
-        let stats = lanes.entry(row.text(0)?).or_default();
-        let count = row.int(2)? as u64;
-        if row.text(1)? == "sent" { stats.sent = count } else { stats.dead = count }
-    }
-    Ok(lanes)
-}
-
-/// The same of live messages alone, which does not grow with history.
-pub(crate) async fn depths(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LaneStats>> {
-    let mut lanes: BTreeMap<String, LaneStats> = BTreeMap::new();
-    let mut params = Vec::new();
-    let now: Vec<String> = (0..4).map(|_| tx.now().plus(0, &mut params)).collect();
-    let sql = format!(
-        "SELECT lane, SUM(CASE WHEN lease_until >= {} THEN 1 ELSE 0 END), COUNT(*),
-                MIN(CASE WHEN due_at <= {} AND (lease_until IS NULL OR lease_until < {}) THEN due_at END), {} FROM outbox GROUP BY lane",
-        now[0], now[1], now[2], now[3]
-    );
-    for row in tx.query(&sql, &params).await? {
-        let (leased, live) = (row.opt_int(1)?.unwrap_or(0) as u64, row.int(2)? as u64);
-        let age = row.opt_time(3)?.map_or(Duration::ZERO, |oldest| row.time(4).unwrap_or(oldest).since(oldest));
-        let stats =
-            LaneStats { pending: live - leased, leased, oldest_due_seconds: age.as_secs_f64(), ..LaneStats::default() };
-        lanes.insert(row.text(0)?, stats);
-    }
-    Ok(lanes)
-}
-
-/// Live rows whose lease ran out and that nobody took yet.
-pub(crate) async fn expired_leases(tx: &mut (dyn Tx + Send), lane: Option<&str>, limit: u32) -> Result<Vec<i64>> {
-    let mut params = Vec::new();
-    let now = tx.now().plus(0, &mut params);
-    let of_lane = lane.map_or("", |_| " AND lane = ?");
-    params.extend(lane.map(Value::from));
-    let sql = format!("SELECT id FROM outbox WHERE lease_until < {now}{of_lane} ORDER BY id LIMIT {limit}");
-    tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect()
 }

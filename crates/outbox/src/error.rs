@@ -138,7 +138,7 @@ pub(crate) fn mysql_kind(number: u16) -> Kind {
         1213 | 1020 => Kind::Busy,
         1205 | 3572 => Kind::Locked,
         1062 => Kind::Conflict,
-        1290 | 1792 | 1836 | 1021 | 1041 | 1040 => Kind::Unavailable,
+        1290 | 1792 | 1836 | 1021 | 1041 | 1040 | 1114 => Kind::Unavailable,
         1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
         1146 | 1054 | 1305 => Kind::Schema,
         1317 | 3024 | 1969 => Kind::Timeout,

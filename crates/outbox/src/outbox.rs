@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+use crate::clock::Tick;
 use crate::cold::{self, Register};
+use crate::depths::{self, Age, Counting};
 use crate::enqueue::{self, Admit};
 use crate::error::{Effect, Error, Kind, Result};
 use crate::lanes::Lanes;
@@ -18,8 +20,10 @@ use crate::migrate;
 use crate::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdict, code};
 use crate::paging::Page;
 use crate::pulse::Pulse;
+use crate::requeue::{self, Died, Held};
 use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
 use crate::stores::{self, Options};
+use crate::time::Timestamp;
 use crate::tx::Tx;
 
 /// One outbox on one database. Cheap to clone.
@@ -54,6 +58,10 @@ impl Receipt {
         self.entries
     }
 }
+
+/// What somebody else holds is asked for again so often, after such a pause.
+const HELD_ROUNDS: usize = 5;
+const HELD_PAUSE: Duration = Duration::from_millis(200);
 
 /// How an operator's hold begins.
 pub const OPERATOR: &str = "operator:";
@@ -455,35 +463,100 @@ impl Outbox {
         let lane = lane.map(str::to_owned);
         transact(&*self.store, Mode::Read, move |tx| {
             let lane = lane.clone();
-            Box::pin(async move { cold::expired_leases(tx, lane.as_deref(), limit).await })
+            Box::pin(async move { depths::expired_leases(tx, lane.as_deref(), limit).await })
         })
         .await
     }
 
-    /// Brings dead messages back under their id, each in a transaction of its own.
+    /// Brings dead messages back under their ids, in transactions of many; answers in the order given. Whatever keeps one
+    /// from coming back harms no other.
     pub async fn requeue(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
         let mut answers = Vec::with_capacity(ids.len());
-        for id in ids {
-            let run = || {
-                let (lanes, owns) = (self.lanes().clone(), self.owns);
-                transact(&*self.store, Mode::Write, move |tx| {
-                    let lanes = lanes.clone();
-                    Box::pin(async move { cold::requeue(tx, id, &lanes, owns).await })
-                })
-            };
-            answers.push(match run().await {
-                // The active key was taken between the look and the insert.
-                Err(error) if error.kind == Kind::Conflict => run().await?,
-                other => other?,
-            });
+        for part in ids.chunks(requeue::BATCH) {
+            answers.extend(self.requeue_some(part).await?);
         }
-        self.ring();
+        // What others held a moment ago is soon free again.
+        for _ in 0..HELD_ROUNDS {
+            let held: Vec<usize> = (0..ids.len()).filter(|&i| answers[i] == Requeued::Held).collect();
+            if held.is_empty() {
+                break;
+            }
+            tokio::time::sleep(HELD_PAUSE).await;
+            for part in held.chunks(requeue::BATCH) {
+                let again: Vec<i64> = part.iter().map(|&i| ids[i]).collect();
+                for (&i, answer) in part.iter().zip(self.requeue_some(&again).await?) {
+                    answers[i] = answer;
+                }
+            }
+        }
         Ok(answers)
     }
 
-    /// The same inside a transaction of the peer that owns the lane.
+    /// A batch in one transaction; if one of it is in the way of the others, one by one.
+    async fn requeue_some(&self, ids: &[i64]) -> Result<Vec<Requeued>> {
+        let answers = match self.requeue_together(ids.to_vec()).await {
+            Err(error) if requeue::one_by_one(&error) => {
+                let mut answers = Vec::with_capacity(ids.len());
+                for &id in ids {
+                    answers.extend(match self.requeue_together(vec![id]).await {
+                        Err(error) if requeue::one_by_one(&error) => Ok(vec![Requeued::Held]),
+                        answer => answer,
+                    }?);
+                }
+                Ok(answers)
+            }
+            answers => answers,
+        };
+        self.ring();
+        answers
+    }
+
+    async fn requeue_together(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
+        let work = Arc::new((self.lanes().clone(), self.owns, ids));
+        transact(&*self.store, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { requeue::requeue(tx, &work.2, &work.0, work.1, Held::Skip).await })
+        })
+        .await
+    }
+
+    /// The same of one message inside a transaction of the peer that owns the lane.
     pub async fn requeue_in(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
-        cold::requeue(tx, id, self.lanes(), self.owns).await
+        let answers = requeue::requeue(tx, &[id], self.lanes(), self.owns, Held::Wait).await?;
+        answers.first().copied().ok_or_else(|| Error::database("a requeue without an answer"))
+    }
+
+    /// The next dead messages of a lane that may be requeued here, in the order of their deaths: after `after`, and not after
+    /// `until`.
+    pub async fn dead(&self, lane: &str, after: Option<Died>, until: Timestamp, limit: u32) -> Result<Vec<Died>> {
+        self.lanes().permit(lane, self.owns)?;
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Read, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { requeue::dead(tx, &lane, after, until, limit).await })
+        })
+        .await
+    }
+
+    /// Those of these messages that are dead, in the order given.
+    pub async fn dead_among(&self, ids: Vec<i64>) -> Result<Vec<i64>> {
+        let ids = Arc::new(ids);
+        transact(&*self.store, Mode::Read, move |tx| {
+            let ids = ids.clone();
+            Box::pin(async move { requeue::dead_among(tx, &ids).await })
+        })
+        .await
+    }
+
+    /// What the database's clock says.
+    pub async fn now(&self) -> Result<Timestamp> {
+        transact(&*self.store, Mode::Read, |tx| Box::pin(cold::clock(tx))).await
+    }
+
+    /// Does the database know this lane, whether or not it is configured here?
+    pub async fn has_lane(&self, lane: &str) -> Result<bool> {
+        let lanes = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::lane_names(tx))).await?;
+        Ok(lanes.iter().any(|known| known == lane))
     }
 
     /// Deletes one bounded batch of what ended long enough ago; of each lane without an owner, if none is named.
@@ -518,7 +591,7 @@ impl Outbox {
     }
 
     pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
-        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(cold::stats(tx))).await?;
+        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(depths::stats(tx))).await?;
         Ok(self.with_all_lanes(stats))
     }
 
@@ -527,9 +600,45 @@ impl Outbox {
         transact(&*self.store, Mode::Look, move |tx| Box::pin(crate::pulse::pulse(tx, window))).await
     }
 
-    /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history.
+    /// Counts on, for at most about `patience`, whatever the backlog; at least one step, and never a second round.
+    pub async fn count(&self, counting: &mut Counting, patience: Duration) -> Result<()> {
+        let begun = Tick::now();
+        loop {
+            let before = Arc::new(counting.clone());
+            let step = transact(&*self.store, Mode::Look, move |tx| {
+                let before = before.clone();
+                Box::pin(async move { depths::count(tx, (*before).clone()).await })
+            });
+            let (after, ended) = step.await?;
+            *counting = after;
+            if ended || Tick::now().since(begun) >= patience {
+                return Ok(());
+            }
+        }
+    }
+
+    /// How long the oldest due message of each lane has waited. Bounded, whatever the backlog.
+    pub async fn ages(&self) -> Result<BTreeMap<String, Age>> {
+        let mut ages = transact(&*self.store, Mode::Look, |tx| Box::pin(depths::ages(tx))).await?;
+        for (lane, _) in self.lanes().iter() {
+            ages.entry(lane.to_owned()).or_default();
+        }
+        Ok(ages)
+    }
+
+    /// How many messages of a lane wait or are under way, counted up to `most`.
+    pub async fn waiting(&self, lane: &str, most: u64) -> Result<u64> {
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Look, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { depths::waiting(tx, &lane, most).await })
+        })
+        .await
+    }
+
+    /// What is live, per lane; `sent` and `dead` are not counted. Does not grow with history, but with the backlog.
     pub async fn depths(&self) -> Result<BTreeMap<String, LaneStats>> {
-        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(cold::depths(tx))).await?;
+        let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(depths::depths(tx))).await?;
         Ok(self.with_all_lanes(stats))
     }
 

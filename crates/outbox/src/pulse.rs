@@ -33,6 +33,9 @@ pub struct LanePulse {
     pub oldest_due_seconds: f64,
     /// Everything at the head is held: there may be older ones behind it.
     pub head_is_held: bool,
+    /// Age of the last one at a head that is all held.
+    #[serde(skip)]
+    pub held_to_seconds: f64,
     pub paused: bool,
 }
 
@@ -55,24 +58,38 @@ pub fn per_second(seen: u64, most: u64, earliest: Duration, window: Duration) ->
 }
 
 pub(crate) async fn pulse(tx: &mut (dyn Tx + Send), window: Duration) -> Result<Pulse> {
-    let sql = "SELECT l.lane, l.shards, CASE WHEN p.lane IS NULL THEN 0 ELSE 1 END FROM outbox_lanes l
-               LEFT JOIN outbox_pauses p ON p.lane = l.lane ORDER BY l.lane";
     let mut pulse = Pulse::default();
-    for row in tx.query(sql, &[]).await? {
-        let (lane, shards) = (row.text(0)?, row.int(1)?);
-        let mut of_lane = LanePulse { paused: row.bool(2)?, ..LanePulse::default() };
-        of_lane.sent_per_second = ended(tx, &lane, "sent", window).await?;
-        of_lane.dead_per_second = ended(tx, &lane, "dead", window).await?;
-        for shard in 0..shards {
-            head(tx, &lane, shard, &mut of_lane, &mut pulse).await?;
-        }
-        pulse.lanes.insert(lane, of_lane);
+    let mut lanes = heads_and_holders(tx, &mut pulse.holders).await?;
+    for (lane, of_lane) in &mut lanes {
+        of_lane.sent_per_second = ended(tx, lane, "sent", window).await?;
+        of_lane.dead_per_second = ended(tx, lane, "dead", window).await?;
     }
+    pulse.lanes = lanes;
     for (lane, rate) in retries(tx, window).await? {
         pulse.lanes.entry(lane).or_default().retries_per_second = rate;
     }
     pulse.now = clock(tx).await?;
     Ok(pulse)
+}
+
+/// The heads of all lanes.
+pub(crate) async fn heads(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, LanePulse>> {
+    heads_and_holders(tx, &mut Vec::new()).await
+}
+
+async fn heads_and_holders(tx: &mut (dyn Tx + Send), holders: &mut Vec<Holder>) -> Result<BTreeMap<String, LanePulse>> {
+    let sql = "SELECT l.lane, l.shards, CASE WHEN p.lane IS NULL THEN 0 ELSE 1 END FROM outbox_lanes l
+               LEFT JOIN outbox_pauses p ON p.lane = l.lane ORDER BY l.lane";
+    let mut lanes = BTreeMap::new();
+    for row in tx.query(sql, &[]).await? {
+        let (lane, shards) = (row.text(0)?, row.int(1)?);
+        let mut of_lane = LanePulse { paused: row.bool(2)?, ..LanePulse::default() };
+        for shard in 0..shards {
+            head(tx, &lane, shard, &mut of_lane, holders).await?;
+        }
+        lanes.insert(lane, of_lane);
+    }
+    Ok(lanes)
 }
 
 fn ago(row: &Row, at: usize, now: usize) -> Result<Duration> {
@@ -128,20 +145,20 @@ async fn head(
     lane: &str,
     shard: i64,
     of_lane: &mut LanePulse,
-    pulse: &mut Pulse,
+    holders: &mut Vec<Holder>,
 ) -> Result<()> {
     let mut params: Vec<Value> = Vec::new();
     let now: Vec<String> = (0..2).map(|_| tx.now().plus(0, &mut params)).collect();
     params.extend([lane.into(), shard.into()]);
     let due = tx.now().bound(0, &mut params);
     let sql = format!(
-        "SELECT CASE WHEN lease_until >= {} THEN locked_by END, COUNT(*), MIN(due_at), MIN(locked_at), MIN(lease_until), {}
+        "SELECT CASE WHEN lease_until >= {} THEN locked_by END, COUNT(*), MIN(due_at), MIN(locked_at), MIN(lease_until), {}, MAX(due_at)
          FROM (SELECT lease_until, locked_by, locked_at, due_at FROM outbox WHERE lane = ? AND shard_id = ? AND due_at <= {due}
                ORDER BY due_at, id LIMIT {HEAD}) head GROUP BY 1",
         now[0], now[1]
     );
     let rows = tx.query(&sql, &params).await?;
-    let (mut held, mut free) = (0, false);
+    let (mut held, mut free, mut held_to) = (0, false, None::<Duration>);
     for row in rows {
         match row.opt_text(0)? {
             None => {
@@ -151,7 +168,9 @@ async fn head(
             Some(worker) => {
                 let holds = row.int(1)? as u64;
                 held += holds;
-                pulse.holders.push(Holder {
+                let last = ago(&row, 6, 5)?;
+                held_to = Some(held_to.map_or(last, |least| least.min(last)));
+                holders.push(Holder {
                     worker,
                     lane: lane.to_owned(),
                     holds,
@@ -161,7 +180,10 @@ async fn head(
             }
         }
     }
-    of_lane.head_is_held |= !free && held >= HEAD;
+    if !free && held >= HEAD {
+        of_lane.head_is_held = true;
+        of_lane.held_to_seconds = of_lane.held_to_seconds.max(held_to.unwrap_or_default().as_secs_f64());
+    }
     Ok(())
 }
 

@@ -93,8 +93,10 @@ pub enum Requeued {
     Requeued,
     /// It is not dead (live, sent, or unknown): nothing changed.
     NotDead,
-    /// Its active key is held by another live message: nothing changed.
+    /// Its key or its active key belongs to another live message: nothing changed.
     Conflict,
+    /// Somebody else holds its row or its key at the moment: nothing changed, ask again.
+    Held,
 }
 
 /// What a prune may delete.

@@ -1,16 +1,57 @@
-//! Looks at the lanes now and then and raises what an operator should hear of.
+//! Looks at the lanes now and then and raises what an operator should hear of; and sends it, in order.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::alerts::{Alert, Alerts};
+use async_trait::async_trait;
+use postrider::alerts::{Alert, Alerts, Place};
 use postrider::clock::Tick;
-use postrider::{Outbox, clock};
+use postrider::outcome::code;
+use postrider::{Courier, Message, Outbox, Outcome, clock};
 
 use crate::config::{ALERTS, Config};
 
 /// How often it looks. All processes do: whoever comes first raises the alert, for all.
 const LOOK_EVERY: Duration = Duration::from_secs(3);
+
+/// How often troubles of long ago are taken away.
+const FORGET_EVERY: Duration = Duration::from_secs(3600);
+/// After this time it is looked again whether the alert before this one has ended.
+const NEXT_LOOK: Duration = Duration::from_millis(300);
+
+/// The courier of alerts: what is told of one trouble is told in order, and what is overtaken is not told.
+pub fn in_order(config: &Config, outbox: &Outbox, courier: Arc<dyn Courier>) -> Arc<dyn Courier> {
+    match config.alerts {
+        Some(rules) => Arc::new(InOrder { courier, alerts: Alerts::new(outbox.clone(), ALERTS, rules.every) }),
+        None => courier,
+    }
+}
+
+struct InOrder {
+    courier: Arc<dyn Courier>,
+    alerts: Alerts,
+}
+
+#[async_trait]
+impl Courier for InOrder {
+    fn name(&self) -> &str {
+        self.courier.name()
+    }
+
+    fn settled(&self, id: i64) {
+        self.courier.settled(id);
+    }
+
+    async fn deliver(&self, message: &Message) -> Outcome {
+        match self.alerts.place(message).await {
+            Ok(Place::Last) => self.courier.deliver(message).await,
+            Ok(Place::Overtaken(by)) => Outcome::Sent { result_ref: Some(format!("not sent: overtaken by {by}")) },
+            Ok(Place::Waits) => Outcome::Defer { delay: NEXT_LOOK, code: "ALERT_IN_ORDER".into() },
+            Err(_) => Outcome::Defer { delay: Duration::from_secs(1), code: code::STORE_UNAVAILABLE.into() },
+        }
+    }
+}
 
 /// The capability `store`, as this process sees it.
 #[derive(Default)]
@@ -45,12 +86,19 @@ fn store_failed(away: Duration) -> Alert {
 /// Watches until it is aborted; nothing to do without `[alerts]`.
 pub fn watch(config: &Config, outbox: &Outbox) -> Option<tokio::task::JoinHandle<()>> {
     let rules = config.alerts?;
-    let alerts = Alerts::new(outbox.clone(), ALERTS, rules.every);
+    let (outbox, alerts) = (outbox.clone(), Alerts::new(outbox.clone(), ALERTS, rules.every));
     let limits: HashMap<String, Duration> =
         config.lanes.iter().map(|(name, lane)| (name.clone(), lane.max_age.unwrap_or(rules.max_age))).collect();
     Some(tokio::spawn(async move {
         let mut outage = Outage::default();
+        let mut forgot: Option<Tick> = None;
         loop {
+            if forgot.is_none_or(|at| Tick::now().since(at) >= FORGET_EVERY) {
+                forgot = Some(Tick::now());
+                if let Err(error) = alerts.forget().await {
+                    tracing::debug!(%error, "old alerts are not forgotten yet");
+                }
+            }
             let limit = |lane: &str| limits.get(lane).copied().unwrap_or(Duration::ZERO);
             let looked = async {
                 alerts.look_for_the_dead().await?;
@@ -60,7 +108,9 @@ pub fn watch(config: &Config, outbox: &Outbox) -> Option<tokio::task::JoinHandle
             if let Err(error) = &looked {
                 tracing::warn!(%error, "cannot look for what should be alerted; it will be tried again");
             }
-            if let Some(away) = outage.over(looked.is_ok(), Tick::now()) {
+            // What is slow or fails for a reason of its own is not a store that is away.
+            let answers = looked.is_ok() || outbox.store_id().await.is_ok();
+            if let Some(away) = outage.over(answers, Tick::now()) {
                 // Nothing can be written while the store is away; it is told as soon as it is back.
                 let told = alerts.tell(store_failed(away), true).await;
                 if told.is_err() {

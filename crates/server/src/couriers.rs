@@ -3,18 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::couriers::{Log, Noop};
 use postrider::decide::HttpClasses;
-use postrider::{Courier, Outbox};
+use postrider::{Courier, Message, Outbox, Outcome};
 
 use crate::failure::{Failure, Result};
 use crate::output::Output;
 use crate::parts::Parts;
+use crate::secret::{self, Fresh};
 
 /// Where the messages of a lane go.
 #[derive(Clone, PartialEq)]
 pub enum Destination {
+    /// The URL and the headers' values as they were written, references and all.
     Http {
         url: String,
         timeout: Duration,
@@ -59,20 +62,11 @@ impl Destination {
                 let headers: serde_json::Map<String, serde_json::Value> =
                     headers.iter().map(|(name, _)| (name.clone(), "***".into())).collect();
                 // A path or a query may hold a secret.
-                let origin = url::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default();
+                let url = secret::resolve(url).unwrap_or_default();
+                let origin = url::Url::parse(&url).map(|url| url.origin().ascii_serialization()).unwrap_or_default();
                 serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers, "statuses": statuses.words() })
             }
             other => serde_json::json!({ "kind": other.name() }),
-        }
-    }
-
-    /// Refuses what nothing could be delivered to, before anything starts.
-    pub fn check(&self) -> postrider::Result<()> {
-        match self {
-            Destination::Http { url, timeout, headers, statuses } => {
-                http(url, *timeout, headers, statuses, "any").map(drop)
-            }
-            _ => Ok(()),
         }
     }
 
@@ -92,10 +86,67 @@ impl Destination {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })
             }
             Destination::Http { url, timeout, headers, statuses } => {
-                Arc::new(http(url, *timeout, headers, statuses, &outbox.store_id().await?)?)
+                let store_id = outbox.store_id().await?;
+                Arc::new(Rereading::new(url, *timeout, headers, statuses, store_id).map_err(Failure::usage)?)
             }
         })
     }
+}
+
+/// Delivers by HTTP, with secrets as they are now: they are read again when told, and when the destination refuses us.
+struct Rereading(Fresh<Http>);
+
+impl Rereading {
+    fn new(
+        url: &str,
+        timeout: Duration,
+        headers: &[(String, String)],
+        statuses: &HttpClasses,
+        store_id: String,
+    ) -> Result<Self, String> {
+        let statuses = statuses.clone();
+        let (names, values): (Vec<String>, Vec<String>) = headers.iter().cloned().unzip();
+        let texts = [vec![url.to_owned()], values].concat();
+        let build = move |values: &[String]| {
+            let headers: Vec<_> = names.iter().cloned().zip(values[1..].iter().cloned()).collect();
+            http(&values[0], timeout, &headers, &statuses, &store_id).map_err(|e| e.message)
+        };
+        Fresh::new(texts, build).map(Rereading)
+    }
+}
+
+#[async_trait]
+impl Courier for Rereading {
+    fn name(&self) -> &str {
+        "http"
+    }
+
+    async fn deliver(&self, message: &Message) -> Outcome {
+        let http = self.0.get().await;
+        let outcome = http.deliver(message).await;
+        if !is_unauthorized(&outcome) {
+            return outcome;
+        }
+        match self.0.refused(&http).await {
+            // It took nothing from us before.
+            Some(renewed) => renewed.deliver(message).await,
+            None => outcome,
+        }
+    }
+}
+
+fn is_unauthorized(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Dead(fault) | Outcome::Retry { fault, .. } if ["HTTP_401", "HTTP_403"].contains(&&*fault.code))
+}
+
+/// Refuses what nothing could be delivered to, before anything starts.
+pub fn check_http(
+    url: &str,
+    timeout: Duration,
+    headers: &[(String, String)],
+    statuses: &HttpClasses,
+) -> postrider::Result<()> {
+    http(url, timeout, headers, statuses, "any").map(drop)
 }
 
 fn http(

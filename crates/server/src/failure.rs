@@ -1,7 +1,6 @@
 //! How a command ends: the exit codes people script against, and errors that say what happened and what to do.
 
 use std::fmt::Display;
-use std::io::Write;
 use std::process::ExitCode;
 
 use postrider::Error;
@@ -101,7 +100,7 @@ pub fn exit_code(ending: Result<Ending>) -> ExitCode {
     }
 }
 
-/// One `error:` line on stderr. A closed stderr is no reason to panic.
+/// One `error:` line on stderr. A closed stderr is no reason to panic, nor one that nobody reads to wait.
 pub fn complain(message: &str) {
-    let _ = writeln!(std::io::stderr(), "error: {message}");
+    crate::logs::say(&format!("error: {message}\n"));
 }

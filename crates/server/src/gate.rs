@@ -13,6 +13,8 @@ use postrider_memories::gate::{Checked, Mode, SkipSource, Skips, Verdict, judge}
 use postrider_memories::{Memories, Scope};
 use tokio::sync::Mutex;
 
+use crate::writes;
+
 /// All that may be required; the last two only where there is a memory gateway.
 pub const CAPABILITIES: [&str; 5] = ["store", "outbox", "audit", "openmemory", "reconcile"];
 /// Everybody may ask for `/health`: looks within this time share one answer.
@@ -79,8 +81,9 @@ impl Gate {
             });
             checked.insert(name.to_owned(), seen);
         };
-        note("store", self.outbox.store_id().await.map(drop));
-        note("outbox", self.outbox.depths().await.map(drop));
+        let taken = || writes::trouble().map_or(Ok(()), |trouble| Err(trouble.into()));
+        note("store", self.outbox.store_id().await.and_then(|_| taken()));
+        note("outbox", self.outbox.ages().await.map(drop));
         note("audit", self.audit().await);
         if let Some(memories) = &self.memories {
             note("reconcile", memories.reconcile(Scope::Recent, false).await.map(drop));

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use postrider::clock::Tick;
 use postrider::pulse::{Holder, Pulse};
-use postrider::store::LaneStats;
 use postrider::{Outbox, Timestamp};
 use postrider_memories::Memories;
 use serde::Serialize;
@@ -24,6 +23,9 @@ const UNWATCHED: Duration = Duration::from_secs(10);
 /// counting a deep backlog, one part in more.
 const SHARE: u32 = 100;
 const COUNTING_SHARE: u32 = 200;
+/// Live messages are counted for about so long at a time, and no count lasts longer than that.
+const COUNTED_AT_ONCE: Duration = Duration::from_millis(20);
+const LONGEST_COUNT: Duration = Duration::from_secs(30);
 /// After a sample that failed.
 const AGAIN: Duration = Duration::from_secs(3);
 /// So much of the past is kept.
@@ -198,39 +200,42 @@ fn wall_ms() -> i64 {
     postrider::clock::wall().micros() / 1000
 }
 
-/// The live messages, counted as often as it is cheap.
+/// The live messages, counted as often as it is cheap, and a part of them at a time.
 #[derive(Default)]
 pub struct Counting {
-    lanes: BTreeMap<String, LaneStats>,
+    counted: postrider::Counting,
     at: Timestamp,
     /// When it was last done, and for how long that will do.
     last: Option<(Tick, Duration)>,
 }
 
 impl Counting {
-    /// Counts if it is time to; answers how long that took.
+    /// Counts on if it is time to; answers how long that took.
     async fn refresh(&mut self, outbox: &Outbox, now: Timestamp) -> Duration {
         let begun = Tick::now();
         if self.last.is_some_and(|(last, lasts)| begun.since(last) < lasts) {
             return Duration::ZERO;
         }
-        match outbox.depths().await {
-            Ok(lanes) => (self.lanes, self.at) = (lanes, now),
+        match outbox.count(&mut self.counted, COUNTED_AT_ONCE).await {
+            Ok(()) if !self.counted.is_under_way() => self.at = now,
+            Ok(()) => {}
             // What was counted before is better than nothing, and the page says how old it is.
             Err(error) => tracing::debug!(%error, "the live messages were not counted"),
         }
         let counted = Tick::now();
         let took = counted.since(begun);
-        self.last = Some((counted, took * COUNTING_SHARE));
+        // A round under way goes on with the next sample; a whole one lasts.
+        let share = if self.counted.is_under_way() { SHARE } else { COUNTING_SHARE };
+        self.last = Some((counted, (took * share).min(LONGEST_COUNT)));
         took
     }
 }
 
 fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option<String>) -> Sample {
     let mut lanes: BTreeMap<String, LaneSample> = BTreeMap::new();
-    for (lane, stats) in &counting.lanes {
+    for (lane, depth) in counting.counted.depths() {
         let sample = lanes.entry(lane.clone()).or_default();
-        (sample.pending, sample.leased) = (stats.pending, stats.leased);
+        (sample.pending, sample.leased) = (depth.pending, depth.leased);
     }
     for (lane, of_lane) in &pulse.lanes {
         let sample = lanes.entry(lane.clone()).or_default();
@@ -239,8 +244,8 @@ fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option
         sample.dead_per_second = of_lane.dead_per_second;
         sample.oldest_due_seconds = of_lane.oldest_due_seconds;
         if of_lane.head_is_held {
-            let counted = counting.lanes.get(lane).map_or(0.0, |stats| stats.oldest_due_seconds);
-            sample.oldest_due_seconds = sample.oldest_due_seconds.max(counted);
+            // The one behind the head is hardly younger than the last of it.
+            sample.oldest_due_seconds = sample.oldest_due_seconds.max(of_lane.held_to_seconds);
         }
         sample.paused = of_lane.paused;
     }
@@ -282,13 +287,11 @@ mod tests {
     }
 
     #[test]
-    fn where_the_head_is_held_the_count_tells_the_age() {
-        let counted = LaneStats { oldest_due_seconds: 42.0, ..LaneStats::default() };
-        let counting = Counting { lanes: [("a".to_owned(), counted)].into(), ..Counting::default() };
+    fn where_the_head_is_held_its_end_tells_the_age() {
         for (head_is_held, age) in [(true, 42.0), (false, 0.0)] {
-            let lane = LanePulse { head_is_held, ..LanePulse::default() };
+            let lane = LanePulse { head_is_held, held_to_seconds: 42.0, ..LanePulse::default() };
             let pulse = Pulse { lanes: [("a".to_owned(), lane)].into(), ..Pulse::default() };
-            assert_eq!(joined(&pulse, &counting, 0, None).lanes["a"].oldest_due_seconds, age);
+            assert_eq!(joined(&pulse, &Counting::default(), 0, None).lanes["a"].oldest_due_seconds, age);
         }
     }
 

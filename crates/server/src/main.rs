@@ -24,11 +24,13 @@ mod parts;
 mod roll;
 mod schema;
 mod secret;
+mod signals;
 mod stand_in;
 mod table;
 mod tokens;
 mod tools;
 mod traces;
+mod writes;
 
 use std::process::ExitCode;
 

@@ -17,8 +17,12 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Metric, Registry};
 
-/// Counting a large table is not free: looks within this time share one answer.
+use crate::logs;
+
+/// Looking is not free: looks within this time share one answer.
 const FRESH: Duration = Duration::from_secs(5);
+/// Live messages are counted for about so long at a time; a deep backlog takes several looks.
+const COUNTING: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Lane {
@@ -106,7 +110,9 @@ pub struct Meters {
     dead_tuples: Family<Table, Gauge>,
     xmin_age: Gauge,
     wal_bytes: Gauge,
+    log_lines_dropped: Counter,
     looked_at: Mutex<Option<Tick>>,
+    counting: tokio::sync::Mutex<postrider::Counting>,
 }
 
 impl Meters {
@@ -152,9 +158,11 @@ impl Meters {
                 "Age of the oldest snapshot that holds vacuum up, in transactions",
             ),
             wal_bytes: kept(r, "outbox_sqlite_wal_bytes", "Size of the write-ahead log"),
+            log_lines_dropped: kept(r, "postrider_log_lines_dropped", "Log lines nobody read in time"),
             latency,
             registry,
             looked_at: Mutex::new(None),
+            counting: tokio::sync::Mutex::default(),
         }
     }
 
@@ -164,17 +172,20 @@ impl Meters {
             self.capability_up.get_or_create(&OPENMEMORY).set(i64::from(memories.capability().status == "ok"));
         }
         if self.stale() {
-            let stats = outbox.depths().await?;
-            let paused = outbox.paused_lanes().await?;
             self.show(&outbox.vitals().await?);
-            for (lane, depth) in stats {
+            let mut counting = self.counting.lock().await;
+            outbox.count(&mut counting, COUNTING).await?;
+            for (lane, age) in outbox.ages().await? {
                 let by = |status| Depth { lane: lane.clone(), status };
+                let depth = counting.depths().get(&lane).copied().unwrap_or_default();
                 self.depth.get_or_create(&by(State::Pending)).set(depth.pending as i64);
                 self.depth.get_or_create(&by(State::Leased)).set(depth.leased as i64);
-                self.oldest.get_or_create(&Lane { lane: lane.clone() }).set(depth.oldest_due_seconds);
-                self.paused.get_or_create(&Lane { lane: lane.clone() }).set(i64::from(paused.contains(&lane)));
+                self.oldest.get_or_create(&Lane { lane: lane.clone() }).set(age.oldest_due_seconds);
+                self.paused.get_or_create(&Lane { lane: lane.clone() }).set(i64::from(age.paused));
             }
         }
+        let counted = self.log_lines_dropped.get();
+        self.log_lines_dropped.inc_by(logs::dropped().saturating_sub(counted));
         let mut page = String::new();
         encode(&mut page, &self.registry).map_err(|e| postrider::Error::database(e.to_string()))?;
         Ok(page)

@@ -10,7 +10,7 @@ use postrider::alerts::Alerts;
 use postrider::store::{Mode, transact};
 use postrider_memories::Memories;
 use postrider_orders::Orders;
-use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
+use postrider_orders::adapters::{Adapter, PaperBroker};
 use postrider_webhooks::Webhooks;
 use postrider_webhooks::keyring::Keyring;
 

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use utoipa::ToSchema;
 
+use crate::writes;
+
 const EVERY: Duration = Duration::from_secs(5);
 /// Who was not heard of for so long is gone.
 const GONE: Duration = Duration::from_secs(20);
@@ -64,7 +66,9 @@ impl Roll {
         let calling = tokio::spawn(async move {
             loop {
                 let lanes = own.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                if let Err(error) = call(&outbox, &worker, &lanes).await {
+                let called = call(&outbox, &worker, &lanes).await;
+                writes::note(&called);
+                if let Err(error) = called {
                     tracing::debug!(%error, "this worker is not on the roll");
                 }
                 tokio::select! {

@@ -1,6 +1,30 @@
 //! Secrets are references, not values: `env:NAME`, `file:PATH` or `exec:COMMAND` (a secrets manager's own client).
 
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use postrider::clock::Tick;
+
+/// A secret that is read again must be there within this time; until then the one we have is used.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A destination that refuses us makes us read its secrets again, but not more often than this.
+const AGAIN: Duration = Duration::from_secs(2);
+
+/// How often it was said that secrets may have changed.
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// Secrets may have changed: whoever uses one reads it again before its next use.
+pub fn read_again() {
+    TOLD.fetch_add(1, Ordering::SeqCst);
+    tracing::info!("secrets are read again");
+}
+
+/// Grows whenever secrets may have changed.
+pub fn told() -> u64 {
+    TOLD.load(Ordering::SeqCst)
+}
 
 /// Does this text refer to a secret kept elsewhere?
 pub fn is_reference(text: &str) -> bool {
@@ -21,6 +45,77 @@ pub fn resolve(text: &str) -> Result<String, String> {
     }
 }
 
+/// Something made of texts that may be references, and made again when what they stand for has changed.
+pub struct Fresh<T> {
+    texts: Vec<String>,
+    build: Box<dyn Fn(&[String]) -> Result<T, String> + Send + Sync>,
+    made: RwLock<Arc<T>>,
+    /// As of when it was read: what was told, the values, and the time of the last reading after a refusal.
+    read: tokio::sync::Mutex<(u64, Vec<String>, Option<Tick>)>,
+}
+
+impl<T: Send + Sync + 'static> Fresh<T> {
+    pub fn new(
+        texts: Vec<String>,
+        build: impl Fn(&[String]) -> Result<T, String> + Send + Sync + 'static,
+    ) -> Result<Self, String> {
+        let values = all(&texts)?;
+        let made = RwLock::new(Arc::new(build(&values)?));
+        Ok(Fresh { texts, build: Box::new(build), made, read: tokio::sync::Mutex::new((told(), values, None)) })
+    }
+
+    fn made(&self) -> Arc<T> {
+        self.made.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// As it is now: read again if somebody said that secrets may have changed.
+    pub async fn get(&self) -> Arc<T> {
+        let mut read = self.read.lock().await;
+        let told = told();
+        if read.0 != told {
+            read.0 = told;
+            self.renew(&mut read.1).await;
+        }
+        self.made()
+    }
+
+    /// The destination refused the one that was used: reads again. `Some` if there is another one now.
+    pub async fn refused(&self, used: &Arc<T>) -> Option<Arc<T>> {
+        let mut read = self.read.lock().await;
+        let due = read.2.is_none_or(|at| Tick::now().since(at) >= AGAIN);
+        if Arc::ptr_eq(&self.made(), used) && due {
+            read.2 = Some(Tick::now());
+            self.renew(&mut read.1).await;
+        }
+        Some(self.made()).filter(|made| !Arc::ptr_eq(made, used))
+    }
+
+    /// Whatever goes wrong, the one we have stays.
+    async fn renew(&self, values: &mut Vec<String>) {
+        let texts = self.texts.clone();
+        let reading = tokio::task::spawn_blocking(move || all(&texts));
+        let renewed = match tokio::time::timeout(PATIENCE, reading).await {
+            Ok(Ok(Ok(new))) if new == *values => return,
+            Ok(Ok(Ok(new))) => (self.build)(&new).map(|made| (made, new)),
+            Ok(Ok(Err(error))) => Err(error),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err("it was not there in time".to_owned()),
+        };
+        match renewed {
+            Ok((made, new)) => {
+                *self.made.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(made);
+                *values = new;
+                tracing::info!("a secret has changed; the new one is used");
+            }
+            Err(error) => tracing::warn!(error, "a secret could not be read again; the one we have is used"),
+        }
+    }
+}
+
+fn all(texts: &[String]) -> Result<Vec<String>, String> {
+    texts.iter().map(|text| resolve(text)).collect()
+}
+
 fn run(command: &str) -> Result<String, String> {
     let output = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stderr(Stdio::inherit()).output();
     let output = output.map_err(|e| format!("cannot run `{command}`: {e}"))?;
@@ -35,6 +130,26 @@ fn run(command: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn what_has_changed_is_made_again_when_told_or_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let write = |text: &str| std::fs::write(file.path(), text).unwrap();
+        write("old\n");
+        let texts = vec![format!("file:{}", file.path().display()), "plain".to_owned()];
+        let fresh = Fresh::new(texts, |values| Ok(values.join(" "))).unwrap();
+        let used = fresh.get().await;
+        assert_eq!(*used, "old plain");
+        assert_eq!(fresh.refused(&used).await, None, "nothing has changed");
+        write("new");
+        assert_eq!(*fresh.get().await, "old plain", "nobody said so");
+        read_again();
+        assert_eq!(*fresh.get().await, "new plain");
+        assert_eq!(fresh.refused(&used).await.as_deref().map(String::as_str), Some("new plain"), "another has read it");
+        std::fs::remove_file(file.path()).unwrap();
+        read_again();
+        assert_eq!(*fresh.get().await, "new plain", "the one we have is better than none");
+    }
 
     #[test]
     fn references_are_resolved_and_plain_text_is_itself() {

@@ -27,8 +27,10 @@ use tokio::runtime::Handle;
 
 use crate::failure::{Failure, Result};
 
-/// The collector must answer within this time, and the last spans must be out within it at the end.
+/// The collector must answer within this time.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// The last spans must be out within this time: a collector that hangs does not hold up a stop.
+const LAST_SPANS: Duration = Duration::from_secs(1);
 
 /// Where spans of this process are made, and those that wait for their outcome to be recorded.
 pub struct Traces {
@@ -61,9 +63,11 @@ impl Traces {
 
     /// Sends what is left.
     pub async fn end(self: Arc<Self>) {
-        let ended = tokio::task::spawn_blocking(move || self.provider.shutdown_with_timeout(PATIENCE));
-        if let Ok(Err(error)) = ended.await {
-            tracing::warn!(%error, "the last traces were not sent");
+        let ended = tokio::task::spawn_blocking(move || self.provider.shutdown_with_timeout(LAST_SPANS));
+        match tokio::time::timeout(LAST_SPANS, ended).await {
+            Ok(Ok(Err(error))) => tracing::warn!(%error, "the last traces were not sent"),
+            Err(_) => tracing::warn!("the last traces were not sent: the collector does not answer"),
+            _ => {}
         }
     }
 

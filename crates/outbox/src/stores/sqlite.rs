@@ -342,7 +342,7 @@ pub(crate) fn on_connection<R>(connection: &Connection, work: impl AsyncFnOnce(&
     ready_now(work(&mut tx))
 }
 
-fn classify(error: &rusqlite::Error) -> Error {
+pub(super) fn classify(error: &rusqlite::Error) -> Error {
     let code = error.sqlite_error().map_or(1, |e| e.extended_code);
     let kind = sqlite_kind(code, &error.to_string());
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };

@@ -4,9 +4,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, mpsc};
 
-use super::sqlite::SqliteTx;
+use super::sqlite::{SqliteTx, classify};
 use crate::error::{Error, Kind, Result};
 
+/// Nothing more could be written: the disk is full, or the file may not grow.
+const FULL: i32 = 13;
+const IOERR_WRITE: i32 = 10 | (3 << 8);
 /// Requests taken into one commit at most.
 const GROUP: usize = 64;
 
@@ -174,7 +177,11 @@ fn commit(tx: &SqliteTx, file: Option<&OpenFile>) -> Result<()> {
         error
     };
     still_there(file).map_err(roll_back)?;
-    // Busy and a full disk are definite; an I/O error at the commit is not.
-    let definite = |e: &Error| matches!(e.kind, Kind::Busy | Kind::Unavailable);
-    tx.batch("COMMIT").map_err(|e| roll_back(if definite(&e) { e } else { e.unknown() }))
+    tx.connection.execute_batch("COMMIT").map_err(|e| {
+        // Busy is definite, and so is what could not be written: it is not in the log. Another I/O error is not.
+        let code = e.sqlite_error().map_or(0, |e| e.extended_code);
+        let error = classify(&e);
+        let definite = error.kind == Kind::Busy || code & 0xff == FULL || code == IOERR_WRITE;
+        roll_back(if definite { error } else { error.unknown() })
+    })
 }

@@ -14,6 +14,11 @@ on_every_store!(
     a_lane_that_waits_too_long_is_told_and_its_end_too,
     an_alert_goes_with_its_transaction,
     several_look_and_one_tells,
+    a_lane_that_comes_and_goes_is_told_once_in_a_while,
+    only_the_last_word_of_a_trouble_is_sent_and_in_order,
+    a_death_that_is_committed_late_is_told,
+    troubles_of_long_ago_are_forgotten,
+    a_deep_lane_is_counted_in_steps_and_its_age_at_once,
 );
 
 fn alerts(db: &Database) -> Alerts {
@@ -124,4 +129,103 @@ async fn several_look_and_one_tells(db: Database) {
         look.unwrap().unwrap();
     }
     assert_eq!(told(&db).await.len(), 1);
+}
+
+fn trouble(state: &str) -> Alert {
+    Alert { kind: "test", subject: "s".into(), message: state.into(), count: 1, details: json!({}) }
+}
+
+async fn a_lane_that_comes_and_goes_is_told_once_in_a_while(db: Database) {
+    let alerts = alerts(&db);
+    for _ in 0..6 {
+        alerts.tell(trouble("it is there"), true).await.unwrap();
+        db.advance(secs(10));
+        alerts.tell(trouble("it is over"), false).await.unwrap();
+        db.advance(secs(10));
+    }
+    let states = |told: Vec<Json>| told.iter().map(|a| a["state"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    assert_eq!(states(told(&db).await), ["raised", "resolved"], "six times within five minutes");
+    db.advance(secs(300));
+    alerts.tell(trouble("it is there"), true).await.unwrap();
+    let last = told(&db).await.pop().unwrap();
+    assert_eq!((&last["state"], &last["suppressed"]), (&json!("raised"), &json!(5)), "{last}");
+}
+
+async fn only_the_last_word_of_a_trouble_is_sent_and_in_order(db: Database) {
+    use postrider::alerts::Place;
+    let alerts = alerts(&db);
+    alerts.tell(trouble("it is there"), true).await.unwrap();
+    let raised = db.claim_one("b", "w").await;
+    assert_eq!(alerts.place(&raised).await.unwrap(), Place::Last);
+    alerts.tell(trouble("it is over"), false).await.unwrap();
+    let resolved = db.claim_one("b", "w").await;
+    assert_eq!(alerts.place(&resolved).await.unwrap(), Place::Waits, "the other may be on its way");
+    // The pager was down: it is to be tried again in an hour.
+    let retry = postrider::outcome::Verdict::Retry {
+        delay: secs(3600),
+        code: "HTTP_503".into(),
+        error: "down".into(),
+        certainty: postrider::outcome::Certainty::Unchanged,
+    };
+    db.settle("b", "w", raised.lease(), retry).await;
+    assert_eq!(alerts.place(&resolved).await.unwrap(), Place::Waits);
+    let raised = db.claim_one("b", "w").await;
+    assert!(raised.id < resolved.id, "it is due now, since it will not be sent");
+    assert_eq!(alerts.place(&raised).await.unwrap(), Place::Overtaken(resolved.id), "it is no news any more");
+    db.settle("b", "w", raised.lease(), postrider::outcome::Verdict::sent()).await;
+    assert_eq!(alerts.place(&resolved).await.unwrap(), Place::Last);
+}
+
+async fn a_death_that_is_committed_late_is_told(db: Database) {
+    let alerts = alerts(&db);
+    assert_eq!(look(&db, &alerts).await, 0);
+    let id = db.put_dead(NewMessage::new("a", "x")).await;
+    assert_eq!(look(&db, &alerts).await, 1);
+    db.advance(secs(300));
+    assert_eq!(look(&db, &alerts).await, 1);
+    // Stamped thirty seconds ago, and committed only now.
+    let late = match db.dialect {
+        postrider::tx::Dialect::Sqlite => "finished_at - 30000000 + 300000000",
+        postrider::tx::Dialect::Postgres => "finished_at + INTERVAL '270 seconds'",
+        postrider::tx::Dialect::Mysql => "finished_at + INTERVAL 270 SECOND",
+    };
+    let columns =
+        "lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, payload, created_at, updated_at, status";
+    let sql = format!(
+        "INSERT INTO outbox_done (id, finished_at, {columns}) SELECT id + 1000, {late}, {columns} FROM outbox_done WHERE id = {id}"
+    );
+    db.raw().await.run(&sql).await.unwrap();
+    assert_eq!(look(&db, &alerts).await, 2, "it died before the last look, and nobody knew");
+    assert_eq!(told(&db).await[1]["details"]["last_id"], json!(id + 1000));
+    assert_eq!(look(&db, &alerts).await, 2, "and is counted once");
+}
+
+async fn troubles_of_long_ago_are_forgotten(db: Database) {
+    let alerts = alerts(&db);
+    alerts.tell(trouble("it is there"), true).await.unwrap();
+    assert_eq!((alerts.forget().await.unwrap(), db.count("outbox_alerts").await), (0, 1));
+    db.advance(secs(31 * 24 * 3600));
+    assert_eq!((alerts.forget().await.unwrap(), db.count("outbox_alerts").await), (1, 0));
+}
+
+async fn a_deep_lane_is_counted_in_steps_and_its_age_at_once(db: Database) {
+    let many: Vec<NewMessage> = (0..12_000).map(|_| NewMessage::new("a", "x")).collect();
+    for part in many.chunks(4_000) {
+        db.outbox.enqueue(part.to_vec()).await.unwrap();
+    }
+    db.put("audited", "x").await;
+    db.advance(secs(61));
+    let mut counting = postrider::Counting::default();
+    db.outbox.count(&mut counting, Duration::ZERO).await.unwrap();
+    assert!(counting.is_under_way(), "a step is bounded");
+    assert_eq!(counting.depths()["a"].pending, 10_000, "at least so many");
+    db.claim_one("a", "w").await;
+    db.outbox.count(&mut counting, Duration::ZERO).await.unwrap();
+    assert!(!counting.is_under_way());
+    assert_eq!((counting.depths()["a"].pending, counting.depths()["audited"].pending), (12_000, 1));
+    db.outbox.count(&mut counting, secs(60)).await.unwrap();
+    assert_eq!((counting.depths()["a"].pending, counting.depths()["a"].leased), (11_999, 1));
+    let ages = db.outbox.ages().await.unwrap();
+    assert!(ages["a"].oldest_due_seconds > 60.0 && ages["b"].oldest_due_seconds == 0.0, "{ages:?}");
+    assert_eq!(db.outbox.waiting("a", 500).await.unwrap(), 500);
 }

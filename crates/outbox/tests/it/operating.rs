@@ -9,6 +9,7 @@ use postrider::message::sha256;
 use postrider::observe::{Observer, Phase, Told};
 use postrider::outcome::{GiveBack, LeaseState, Outcome, Reach, Settled, Verdict};
 use postrider::store::{Claim, Filter, From, Prune, Requeued, Status};
+use postrider::tx::Dialect;
 use postrider::worker::core::LaneSettings;
 use postrider::{Begin, Courier, Enqueued, LaneRules, Lanes, Message, NewMessage, Worker, courier};
 
@@ -21,6 +22,11 @@ on_every_store! {
     p6_requeue_conflicts_with_a_taken_active_key,
     p6_concurrent_requeues_bring_it_back_once,
     p6_requeue_against_enqueue_of_the_same_active_key,
+    p6_requeue_of_many_harms_no_other,
+    p8_requeue_respects_a_key_that_another_has,
+    p8_requeue_and_enqueue_race_for_a_key_that_is_over,
+    requeue_waits_for_nobody,
+    two_operators_requeue_a_lane_at_once,
     p10_dedup_hits_what_was_sent,
     p10_dedup_ends_with_retention,
     p10_dedup_knows_lane_and_target,
@@ -54,6 +60,111 @@ on_every_store! {
 
 // ---- requeue ----
 
+async fn p6_requeue_of_many_harms_no_other(db: Database) {
+    let mut ids = Vec::new();
+    for n in 0..30 {
+        // Each third shares its active key with the next, and one of them is taken by somebody else.
+        let message = NewMessage::new("a", n.to_string());
+        ids.push(db.put_dead(if n % 3 < 2 { message.active_key(format!("k{}", n / 3)) } else { message }).await);
+    }
+    let holder = created(db.enqueue(NewMessage::new("a", "y").active_key("k4")).await);
+    let sent = db.put_sent(NewMessage::new("a", "sent")).await;
+    let asked: Vec<i64> = [&ids[..], &[sent, ids[0]]].concat();
+    let answers = db.outbox.requeue(asked).await.unwrap();
+    for (n, answer) in answers[..30].iter().enumerate() {
+        let expected = match (n / 3, n % 3) {
+            (4, 0 | 1) | (_, 1) => Requeued::Conflict,
+            _ => Requeued::Requeued,
+        };
+        assert_eq!(*answer, expected, "message {n}");
+    }
+    assert_eq!(answers[30..], [Requeued::NotDead, Requeued::NotDead], "sent, and named twice");
+    assert_eq!(db.status(holder).await, Status::Pending);
+    assert_eq!(db.counts().await[..2], [20, 12], "live: 19 came back; ended: 11 conflicts and the one sent");
+}
+
+async fn p8_requeue_respects_a_key_that_another_has(db: Database) {
+    let keyed = |payload: &str| NewMessage::new("brief", payload.to_owned()).key("k 😀");
+    let first = db.put_dead(keyed("x")).await;
+    // Over, and taken again.
+    db.advance(secs(101));
+    let second = created(db.enqueue(keyed("y")).await);
+    assert_eq!(db.outbox.requeue(vec![first]).await.unwrap(), [Requeued::Conflict]);
+    assert_eq!((db.status(first).await, db.status(second).await), (Status::Dead, Status::Pending));
+    let lease = db.claim_ids("brief", "w", &[second]).await[0].lease();
+    db.settle("brief", "w", lease, Verdict::sent()).await;
+    // The other has ended and its key is over too: the first has it again as long as it lives.
+    db.advance(secs(101));
+    assert_eq!(db.outbox.requeue(vec![first]).await.unwrap(), [Requeued::Requeued]);
+    db.advance(secs(101));
+    let entry = db.enqueue(keyed("z")).await;
+    assert_eq!((entry.id, entry.outcome), (first, Enqueued::Differs), "a key is not free while its message lives");
+    // Over, and pruned, and taken again.
+    let third = db.put_dead(NewMessage::new("brief", "x").key("pruned")).await;
+    db.advance(secs(101));
+    let prune = Prune { lane: Some("brief".into()), older_than: secs(100_000), limit: 100, dry_run: false };
+    assert!(db.outbox.prune(prune).await.unwrap().keys > 0);
+    let fourth = created(db.enqueue(NewMessage::new("brief", "y").key("pruned")).await);
+    assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict], "{fourth} has its key");
+}
+
+async fn p8_requeue_and_enqueue_race_for_a_key_that_is_over(db: Database) {
+    for round in 0..10 {
+        let key = format!("k{round}");
+        let id = db.put_dead(NewMessage::new("brief", "x").key(&key)).await;
+        db.advance(secs(101));
+        let (requeuing, enqueuing) = (db.outbox.clone(), db.clone());
+        let message = NewMessage::new("brief", "y").key(&key);
+        let requeuing = tokio::spawn(async move { requeuing.requeue(vec![id]).await.unwrap()[0] });
+        let enqueuing = tokio::spawn(async move { enqueuing.enqueue(message).await });
+        match (requeuing.await.unwrap(), enqueuing.await.unwrap()) {
+            (Requeued::Requeued, entry) => assert_eq!((entry.id, entry.outcome), (id, Enqueued::Differs)),
+            (Requeued::Conflict, entry) => assert_eq!(entry.outcome, Enqueued::Created),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(db.count("outbox").await, 10, "one live message for each key");
+}
+
+async fn requeue_waits_for_nobody(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // whoever writes there has the file for himself
+    }
+    let ids = [db.put_dead(NewMessage::new("a", "x")).await, db.put_dead(NewMessage::new("a", "y")).await];
+    let mut other = db.raw().await;
+    other.run("BEGIN").await.unwrap();
+    other.run(&format!("SELECT id FROM outbox_done WHERE id = {} FOR UPDATE", ids[0])).await.unwrap();
+    let answers = db.outbox.requeue(ids.to_vec()).await.unwrap();
+    assert_eq!(answers, [Requeued::Held, Requeued::Requeued], "one that is held holds up no other");
+    other.run("ROLLBACK").await.unwrap();
+    assert_eq!(db.outbox.requeue(vec![ids[0]]).await.unwrap(), [Requeued::Requeued]);
+}
+
+async fn two_operators_requeue_a_lane_at_once(db: Database) {
+    for n in 0..60 {
+        db.put_dead(NewMessage::new("a", n.to_string())).await;
+    }
+    let until = db.outbox.now().await.unwrap();
+    let operator = |outbox: postrider::Outbox| async move {
+        let (mut after, mut back) = (None, 0);
+        loop {
+            let died = outbox.dead("a", after, until, 7).await.unwrap();
+            let Some(last) = died.last() else { return back };
+            after = Some(*last);
+            let answers = outbox.requeue(died.iter().map(|died| died.id).collect()).await.unwrap();
+            assert!(
+                answers.iter().all(|answer| matches!(answer, Requeued::Requeued | Requeued::NotDead)),
+                "{answers:?}"
+            );
+            back += answers.iter().filter(|answer| **answer == Requeued::Requeued).count();
+        }
+    };
+    let other = db.again(crate::harness::lanes()).await;
+    let (one, two) = tokio::join!(operator(db.outbox.clone()), operator(other.outbox));
+    assert_eq!(one + two, 60, "each came back once");
+    assert_eq!(db.counts().await[..2], [60, 0]);
+}
+
 async fn p6_requeue_brings_a_dead_message_back(db: Database) {
     let id = db
         .put_dead(NewMessage::new("a", "x").target("t").active_key("k").key("key").header("h", "v").correlation_id("c"))
@@ -63,7 +174,9 @@ async fn p6_requeue_brings_a_dead_message_back(db: Database) {
     let shown = db.show(id).await;
     assert_eq!((shown.status, shown.attempts, shown.crashes, shown.lease_token), (Status::Pending, 0, 0, 1));
     assert_eq!((shown.target.as_deref(), shown.active_key.as_deref()), (Some("t"), Some("k")));
-    assert_eq!(shown.last_error_code.as_deref(), Some("BAD"), "why it died is kept");
+    assert_eq!((shown.last_error_code, shown.last_error), (None, None), "it begins anew");
+    let (_, history) = db.outbox.show(id).await.unwrap().unwrap();
+    assert_eq!(history.last().unwrap().code.as_deref(), Some("BAD"), "why it died stays in its history");
     assert_eq!(db.counts().await[..2], [1, 0]);
     let claimed = db.claim_one("a", "w").await;
     assert_eq!((claimed.id, claimed.lease_token, claimed.attempts, claimed.payload.as_ref()), (id, 2, 0, &b"x"[..]));
@@ -144,7 +257,7 @@ async fn p6_requeue_against_enqueue_of_the_same_active_key(db: Database) {
         match back {
             Requeued::Requeued => assert_eq!((entry.id, entry.outcome), (id, Enqueued::Differs)),
             Requeued::Conflict => assert_eq!(entry.outcome, Enqueued::Created),
-            Requeued::NotDead => panic!("it was dead"),
+            other => panic!("it was dead and free: {other:?}"),
         }
     }
     assert_eq!(db.count("outbox").await, 10);

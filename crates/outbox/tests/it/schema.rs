@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 7] = [
+const MIGRATIONS: [&str; 9] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -20,6 +20,8 @@ const MIGRATIONS: [&str; 7] = [
     "V005__keys_by_lane",
     "V006__enqueue_without_locks",
     "V007__times_are_numbers",
+    "V020__former_keys",
+    "V021__alerts_in_order",
 ];
 
 on_every_store! {

@@ -18,8 +18,8 @@ use clap::{Args, ValueEnum};
 use postrider::clock::Tick;
 use serde_json::{Value, json};
 
-use crate::commands::stop_signal;
 use crate::failure::{Failure, Result};
+use crate::signals::end_signal;
 use scratch::Scratch;
 
 /// What to measure.
@@ -123,7 +123,7 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
     // Interrupted or not, nothing of it stays behind.
     let figures = tokio::select! {
         figures = measured => figures,
-        () = stop_signal()? => Err(Failure::failed("interrupted; the scratch database is removed")),
+        () = end_signal()? => Err(Failure::failed("interrupted; the scratch database is removed")),
     };
     scratch.remove().await?;
     let mut figures = figures?;

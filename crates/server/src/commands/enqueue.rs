@@ -81,7 +81,7 @@ fn read_payload(path: &Path, max_bytes: usize) -> Result<Vec<u8>> {
 }
 
 /// `-` is standard input.
-pub fn open(path: &Path) -> Result<Box<dyn Read>> {
+pub fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
     if path == Path::new("-") {
         return Ok(Box::new(std::io::stdin()));
     }

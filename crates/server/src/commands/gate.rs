@@ -10,6 +10,7 @@ use crate::gate::{Gate, GateRules, without_store};
 use crate::output::Output;
 use crate::parts;
 use crate::table::Table;
+use crate::writes;
 
 pub async fn run(config: &Config, args: cli::Gate, output: Output) -> Result<Ending> {
     let mut rules = config.gate.with(&args.skip).map_err(Failure::usage)?;
@@ -25,6 +26,8 @@ async fn look(config: &Config, rules: &GateRules) -> Result<Verdict> {
         Err(failure) if failure.is_usage() => return Err(failure),
         Err(failure) => return Ok(without_store(rules, config.memory.is_some(), &failure.to_string())),
     };
+    // What became of it is for the gate to tell.
+    let _ = writes::probe(&outbox).await;
     let memories = config.memory.as_ref().map(|_| parts::memories(config, &outbox)).transpose()?;
     Ok(Gate::new(outbox, memories).look(rules).await)
 }

@@ -5,7 +5,7 @@ use postrider_memories::LANE;
 use rmcp::ServiceExt;
 use tokio::sync::watch;
 
-use super::worker::{build, stop_signal, tend};
+use super::worker::{build, tend};
 use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
@@ -31,7 +31,7 @@ pub async fn run(config: &Config, _: Output) -> Result<Ending> {
         tending = Some((worker, tend(memories, true, stopped)));
     }
     crate::gate::warn(&Gate::new(outbox.clone(), parts.memories.clone()), &config.gate);
-    let signal = stop_signal()?;
+    let signal = crate::signals::stop_signal()?;
     let server = Server { tools, caller: Some(Caller::local()) };
     let conversation = async {
         let (lines, written) = crate::mcp_wire::stdio();

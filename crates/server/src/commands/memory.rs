@@ -169,6 +169,7 @@ async fn requeue(memories: &Memories, ids: &[i64], output: Output) -> Result<End
                 Requeued::Requeued => "requeued",
                 Requeued::NotDead => "not dead",
                 Requeued::Conflict => "another message has taken its place",
+                Requeued::Held => "somebody else holds it at the moment; try again",
             };
             table.row([id.to_string(), told.to_owned()]);
         }

@@ -10,6 +10,7 @@ mod migrate;
 mod ndjson;
 mod orders;
 mod outbox;
+mod requeue;
 mod scm;
 mod serve;
 mod token;
@@ -20,7 +21,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-pub use worker::{build, orchestrate, stop_signal, tend};
+pub use worker::{build, orchestrate, tend};
 
 use clap::{CommandFactory, Parser};
 
@@ -42,7 +43,9 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if message.use_stderr() { 2 } else { 0 });
         }
     };
-    exit_code(start(cli))
+    let code = exit_code(start(cli));
+    logs::end();
+    code
 }
 
 fn start(cli: Cli) -> Result<Ending> {

@@ -14,6 +14,7 @@ use crate::config::BYTE_ORDER_MARK;
 use crate::config::values::parse_duration;
 use crate::failure::{Ending, Failure, Result, complain};
 use crate::output::{Output, count, print};
+use crate::signals::interruption;
 
 /// Messages of one transaction at most, and their bytes.
 const BATCH: usize = 1000;
@@ -46,8 +47,15 @@ struct Sum {
     /// Lines whose key belongs to another message.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     differing_lines: Vec<u64>,
+    /// The first line that is not committed.
     #[serde(skip_serializing_if = "Option::is_none")]
     stopped_at_line: Option<u64>,
+    #[serde(skip_serializing_if = "is_false")]
+    interrupted: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 pub async fn enqueue(
@@ -57,15 +65,34 @@ pub async fn enqueue(
     mut lines: Lines,
     output: Output,
 ) -> Result<Ending> {
+    let mut interrupted = interruption()?;
     let mut sum = Sum::default();
+    let progress = lines.progress.clone();
     let stopped = loop {
-        let batch = lines.batch(lane, rules);
+        let committed_to = lines.number;
+        // Whoever writes the lines may take his time: a signal is heard meanwhile.
+        let (lane, rules) = (lane.to_owned(), rules.clone());
+        let reading = tokio::task::spawn_blocking(move || {
+            let batch = lines.batch(&lane, &rules);
+            (lines, batch)
+        });
+        let read = tokio::select! {
+            biased;
+            _ = interrupted.wait_for(|interrupted| *interrupted) => None,
+            read = reading => Some(read),
+        };
+        let Some(read) = read else {
+            (sum.interrupted, sum.stopped_at_line) = (true, Some(committed_to + 1));
+            break Some(Failure::failed(format!("interrupted at line {}", committed_to + 1)));
+        };
+        let batch;
+        (lines, batch) = read.map_err(|e| Failure::failed(format!("reading the lines ended badly: {e}")))?;
         let (first, more) = (batch.messages.first().map(|(line, _)| *line), !batch.messages.is_empty());
         if let Err(failure) = write(outbox, batch.messages, &mut sum).await {
             sum.stopped_at_line = first;
             break Some(failure);
         }
-        lines.progress.set_message(count(sum.lines, "message"));
+        progress.set_message(count(sum.lines, "message"));
         if batch.bad_line.is_some() {
             sum.stopped_at_line = Some(lines.number);
         }
@@ -73,7 +100,7 @@ pub async fn enqueue(
             break batch.bad_line;
         }
     };
-    lines.progress.finish_and_clear();
+    progress.finish_and_clear();
     outbox.flush().await;
     if output.json {
         output.json(&sum)?;
@@ -158,7 +185,7 @@ struct Batch {
 
 /// Lines of a file or of standard input, counted, with a bar while somebody watches.
 pub struct Lines {
-    reader: BufReader<Box<dyn Read>>,
+    reader: BufReader<Box<dyn Read + Send>>,
     longest: u64,
     number: u64,
     progress: ProgressBar,

@@ -1,10 +1,11 @@
-//! `postrider outbox`: the operator's eyes (stats, list, show) and hands (requeue, release, purge).
+//! `postrider outbox`: the operator's eyes (stats, list, show) and hands (release, purge; [`super::requeue`]).
 
-use postrider::store::{Attempt, Filter, Prune, Requeued, Shown, Status};
+use postrider::store::{Attempt, Filter, Prune, Shown};
 use postrider::{Outbox, Timestamp};
 use serde::Serialize;
 use serde_json::json;
 
+use super::requeue;
 use crate::cli;
 use crate::config::Config;
 use crate::database;
@@ -31,7 +32,7 @@ pub async fn run(config: &Config, args: cli::Outbox, output: Output) -> Result<E
         cli::Outbox::Stats => stats(&outbox, output).await,
         cli::Outbox::List(args) => list(&outbox, args, output).await,
         cli::Outbox::Show(args) => show(&outbox, args, output).await,
-        cli::Outbox::Requeue(args) => requeue(&outbox, args, output).await,
+        cli::Outbox::Requeue(args) => requeue::run(&outbox, args, output).await,
         cli::Outbox::Release(args) => release(&outbox, args, output).await,
         cli::Outbox::Purge(args) => purge(&outbox, args, output).await,
     }
@@ -39,7 +40,7 @@ pub async fn run(config: &Config, args: cli::Outbox, output: Output) -> Result<E
 
 /// A mistyped lane must not look like an empty one. Lanes that left the configuration may still have messages.
 async fn known_lane(config: &Config, outbox: &Outbox, lane: &str) -> Result<()> {
-    if config.lanes.contains_key(lane) || outbox.stats().await?.contains_key(lane) {
+    if config.lanes.contains_key(lane) || outbox.has_lane(lane).await? {
         return Ok(());
     }
     config.lane(lane).map(drop)
@@ -176,74 +177,20 @@ fn moment(at: Timestamp) -> String {
     format!("{}Z", seconds.replace('T', " "))
 }
 
-async fn requeue(outbox: &Outbox, args: cli::Requeue, output: Output) -> Result<Ending> {
-    let ids = match &args.lane {
-        Some(lane) => dead_ids(outbox, lane).await?,
-        None => args.ids,
-    };
-    if args.dry_run {
-        return would(output, "requeue", dead_only(outbox, ids).await?);
-    }
-    let mut results = Vec::with_capacity(ids.len());
-    for part in ids.chunks(PAGE as usize) {
-        let answers = outbox.requeue(part.to_vec()).await?;
-        results.extend(part.iter().copied().zip(answers));
-    }
-    outbox.flush().await;
-    let back = results.iter().filter(|(_, answer)| *answer == Requeued::Requeued).count();
-    let entries: Vec<_> = results.iter().map(|(id, answer)| json!({ "id": id, "outcome": answer })).collect();
-    output.show(&json!({ "requeued": back, "results": entries }), || {
-        let mut text = format!("requeued {}\n", count(back as u64, "message"));
-        for (id, answer) in &results {
-            text.push_str(&match answer {
-                Requeued::Requeued => continue,
-                Requeued::NotDead => format!("message {id} is not dead; nothing changed\n"),
-                Requeued::Conflict => {
-                    format!("message {id} stays dead: another undelivered message has its active key\n")
-                }
-            });
-        }
-        text
-    })?;
-    Ok(Ending::failed_if(back < results.len()))
-}
-
-/// All dead messages of a lane, oldest first.
-async fn dead_ids(outbox: &Outbox, lane: &str) -> Result<Vec<i64>> {
-    let dead = Filter { lane: Some(lane.to_owned()), status: Some(Status::Dead), limit: PAGE, ..Filter::default() };
-    let (mut ids, mut before) = (Vec::new(), None);
-    loop {
-        let page = outbox.list(Filter { before, ..dead.clone() }).await?;
-        ids.extend(page.items.iter().map(|m| m.id));
-        before = page.next;
-        if before.is_none() {
-            ids.reverse();
-            return Ok(ids);
-        }
-    }
-}
-
-async fn dead_only(outbox: &Outbox, ids: Vec<i64>) -> Result<Vec<i64>> {
-    let mut dead = Vec::new();
-    for id in ids {
-        if outbox.show(id).await?.is_some_and(|(m, _)| m.status == Status::Dead) {
-            dead.push(id);
-        }
-    }
-    Ok(dead)
-}
-
 fn would(output: Output, verb: &str, ids: Vec<i64>) -> Result<Ending> {
-    output.show(&json!({ "dry_run": true, "count": ids.len(), "ids": ids }), || {
-        let first: Vec<String> = ids.iter().take(20).map(i64::to_string).collect();
-        let which = if ids.is_empty() {
-            String::new()
-        } else {
-            format!(": {}{}", first.join(", "), if ids.len() > 20 { ", …" } else { "" })
-        };
-        format!("would {verb} {}{which}", count(ids.len() as u64, "message"))
-    })?;
+    let number = ids.len() as u64;
+    output.show(&json!({ "dry_run": true, "count": number, "ids": ids }), || would_text(verb, number, &ids))?;
     Ok(Ending::Done)
+}
+
+/// How many would be touched, and which of them first.
+pub(super) fn would_text(verb: &str, number: u64, ids: &[i64]) -> String {
+    let first: Vec<String> = ids.iter().take(20).map(i64::to_string).collect();
+    let which = match ids.len() {
+        0 => String::new(),
+        listed => format!(": {}{}", first.join(", "), if listed > 20 { ", …" } else { "" }),
+    };
+    format!("would {verb} {}{which}", count(number, "message"))
 }
 
 async fn release(outbox: &Outbox, args: cli::Release, output: Output) -> Result<Ending> {

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use super::worker::{build, consume, orchestrate, reap, stop_signal, tend};
+use super::worker::{build, consume, orchestrate, reap, tend};
 use crate::alerts;
 use crate::cli::Serve;
 use crate::config::{AuthMode, Config, TlsFiles};
@@ -23,10 +23,13 @@ use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
 use crate::roll::Roll;
+use crate::signals::stop_signal;
 use crate::tokens::Tokens;
 use crate::traces::Traces;
+use crate::writes;
 
 pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending> {
+    let signal = stop_signal()?;
     let address = args.listen.unwrap_or(config.listen);
     let tls = config.tls.as_ref().map(acceptor).transpose()?;
     let limits = Limits::default();
@@ -72,8 +75,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let tending = parts.memories.as_ref().map(|memories| tend(memories, true, stopped.clone()));
     let sampling = app.live.start(stopped.clone());
     let examining = app.doctor.start(config.doctor_every, stopped.clone());
+    let writing = writes::watch(&outbox, stopped.clone());
     let watch = alerts::watch(config, &outbox);
-    let signal = stop_signal()?;
     tokio::spawn(async move {
         signal.await;
         let _ = stop.send(true);
@@ -90,6 +93,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     }
     let _ = sampling.await;
     examining.abort();
+    let _ = writing.await;
     if let Some(tending) = tending {
         let _ = tending.await;
     }

@@ -183,7 +183,7 @@ async fn degradation(
     control: &mut Control,
     report: &mut Report,
 ) -> Result<()> {
-    let signal = super::worker::stop_signal()?;
+    let signal = crate::signals::end_signal()?;
     let text = format!("degradation check {}", new_correlation_id());
     let outage = async {
         let stopped = match control.stop().await {

@@ -11,16 +11,16 @@ use postrider_memories::Memories;
 use postrider_orders::Orders;
 use postrider_webhooks::{LANE, Webhooks};
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::alerts;
 use crate::cli::Worker;
-use crate::config::{Broker, Config, Lane};
+use crate::config::{ALERTS, Broker, Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
 use crate::parts::Parts;
 use crate::roll::Roll;
+use crate::signals::stop_signal;
 use crate::table::Table;
 use crate::traces::Traces;
 
@@ -30,6 +30,7 @@ const REAP_EVERY: Duration = Duration::from_secs(60);
 const CONSUME_EVERY: Duration = Duration::from_secs(5);
 
 pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<Ending> {
+    let shutdown = stop_signal()?;
     let names: Vec<String> = chosen(config, &args)?.iter().map(|(name, _)| (*name).to_owned()).collect();
     // Before the store is opened: how long its sessions may be silent goes by the shortest lease.
     for (name, lane) in config.lanes.iter_mut().filter(|(name, _)| names.contains(name)) {
@@ -63,7 +64,6 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let mut observers: Vec<Arc<dyn Observer>> = roll.map(|roll| roll as Arc<dyn Observer>).into_iter().collect();
     observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
     worker = worker.observer(Arc::new(observers));
-    let shutdown = stop_signal()?;
     announce(config, &args, &lanes);
     let report: Report = if config.enabled {
         let watch = if args.once { None } else { alerts::watch(config, &outbox) };
@@ -121,8 +121,11 @@ pub async fn build(
         );
     }
     let mut worker = postrider::Worker::new(outbox.clone()).drain(config.drain);
-    for (_, lane) in lanes {
-        let courier = lane.destination.courier(outbox, Some(parts), output).await?;
+    for (name, lane) in lanes {
+        let mut courier = lane.destination.courier(outbox, Some(parts), output).await?;
+        if *name == ALERTS {
+            courier = alerts::in_order(config, outbox, courier);
+        }
         let courier = traces.map_or(courier.clone(), |traces| traces.around(courier));
         worker = worker.lane_with(lane.settings.clone(), courier);
     }
@@ -205,21 +208,6 @@ fn shards(name: &str, lane: &Lane, wanted: &[u32]) -> Result<Vec<u32>> {
     shards.sort_unstable();
     shards.dedup();
     Ok(shards)
-}
-
-/// Resolves at SIGTERM or Ctrl-C. A second one ends the process at once; what it holds is taken over when its leases
-/// run out.
-pub fn stop_signal() -> Result<impl Future<Output = ()>> {
-    let listen = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot listen for signals: {e}")));
-    let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
-    Ok(async move {
-        tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-        tracing::info!("stopping: finishing what is under way (once more to stop at once)");
-        tokio::spawn(async move {
-            tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-            std::process::exit(1);
-        });
-    })
 }
 
 fn announce(config: &Config, args: &Worker, lanes: &[(&str, &Lane)]) {

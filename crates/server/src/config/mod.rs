@@ -29,7 +29,7 @@ use self::file::{AlertKeys, CourierName, File, GateKeys, LaneKeys, MemoryKeys, O
 pub use self::memory::MemoryConfig;
 pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
-use crate::couriers::Destination;
+use crate::couriers::{Destination, check_http};
 use crate::failure::{Failure, Result};
 use crate::gate::{CAPABILITIES, GateRules};
 use crate::logs::LogFormat;
@@ -544,12 +544,12 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
                     format!("[lane.{name}] needs a url for courier = \"http\", like \"https://example.com/{name}\""),
                 )
             })?;
-            let headers = headers(place, &keys.headers)?;
+            let resolved = headers(place, &keys.headers)?;
             let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
+            let told = secret::resolve(url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let statuses = statuses(place, &keys.statuses)?;
-            let destination = Destination::Http { url: url.get_ref().clone(), timeout, headers, statuses };
-            destination.check().map_err(|e| place.wrong(url.span(), e))?;
-            destination
+            check_http(&told, timeout, &resolved, &statuses).map_err(|e| place.wrong(url.span(), e))?;
+            Destination::Http { url: url.get_ref().clone(), timeout, headers: texts(&keys.headers), statuses }
         }
     })
 }
@@ -574,10 +574,10 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
         return Err(place.wrong(at, "[alerts]: every = \"0\" would tell the same trouble without end; write \"5m\""));
     }
     let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
-    let headers = headers(place, &keys.headers)?;
-    let statuses = HttpClasses::default();
-    let destination = Destination::Http { url, timeout: Duration::from_secs(10), headers, statuses };
-    destination.check().map_err(|e| place.wrong(keys.url.span(), e))?;
+    let (timeout, statuses) = (Duration::from_secs(10), HttpClasses::default());
+    check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses).map_err(|e| place.wrong(keys.url.span(), e))?;
+    let headers = texts(&keys.headers);
+    let destination = Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses };
     let mut settings = LaneSettings::new(ALERTS);
     (settings.concurrency, settings.batch, settings.lease) = (4, 32, Duration::from_secs(30));
     // Somebody waits for it: soon at first, and for about a day in all.
@@ -592,6 +592,11 @@ fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Res
         header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
     };
     keys.iter().map(|(name, given)| Ok((name.clone(), value(name, given)?))).collect()
+}
+
+/// The same as they were written, references and all.
+fn texts(keys: &BTreeMap<String, toml::Spanned<String>>) -> Vec<(String, String)> {
+    keys.iter().map(|(name, given)| (name.clone(), given.get_ref().clone())).collect()
 }
 
 /// A header's value; what looks like a credential must be a reference.

@@ -28,7 +28,7 @@ use self::partner::{Call, Partner};
 use self::receiver::Receiver;
 use self::view::View;
 use crate::cli::Demo;
-use crate::commands::{build, orchestrate, stop_signal, tend};
+use crate::commands::{build, orchestrate, tend};
 use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
@@ -396,7 +396,7 @@ async fn stay(stage: &Stage, application: &mut Application, output: Output) -> R
             stage.config.database
         ))?;
     }
-    let mut interrupted = std::pin::pin!(stop_signal()?);
+    let mut interrupted = std::pin::pin!(crate::signals::end_signal()?);
     for invoice in BROKEN + 1.. {
         application.bill(invoice, Some(invoice), true)?;
         tokio::select! {

@@ -9,6 +9,8 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
+use crate::writes;
+
 /// An answer that is no success.
 #[derive(Debug)]
 pub struct Refusal {
@@ -73,6 +75,7 @@ impl IntoResponse for Refusal {
 
 impl From<postrider::Error> for Refusal {
     fn from(error: postrider::Error) -> Self {
+        writes::note_failure(&error);
         if error.effect == Effect::Unknown {
             tracing::warn!(%error, "a write without an answer");
             let message = "whether it was written is unknown: the database was lost before it answered. With an Idempotency-Key it is safe to send it again";

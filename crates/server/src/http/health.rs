@@ -15,6 +15,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::App;
 use super::error::{ErrorBody, Refusal};
+use crate::writes;
 
 /// The database must answer within this time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -31,14 +32,20 @@ pub async fn livez() -> Json<Health> {
     Json(Health { status: "ok" })
 }
 
-/// The process can work: its database answers
+/// The process can work: its database answers, and takes what is written
 #[utoipa::path(
     get, path = "/readyz", tag = "server", security(()),
     responses((status = 200, description = "It can", body = Health), (status = 503, description = "It cannot", body = ErrorBody))
 )]
 pub async fn readyz(State(app): State<Arc<App>>) -> Result<Json<Health>, Refusal> {
     match tokio::time::timeout(PATIENCE, app.outbox.paused_lanes()).await {
-        Ok(Ok(_)) => Ok(Json(Health { status: "ok" })),
+        Ok(Ok(_)) => match writes::trouble() {
+            None => Ok(Json(Health { status: "ok" })),
+            Some(trouble) => {
+                let what = postrider::Error::from(trouble).message;
+                Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", what))
+            }
+        },
         Ok(Err(error)) => Err(error.into()),
         Err(_) => Err(Refusal::new(
             StatusCode::SERVICE_UNAVAILABLE,

@@ -12,6 +12,8 @@ use postrider::Error;
 use postrider::error::{Class, Effect, Kind};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
+use crate::writes;
+
 /// Entries and bytes of one transaction.
 const ENTRIES: usize = 500;
 const BYTES: usize = 4 << 20;
@@ -84,7 +86,9 @@ async fn gather<T: Clone + Send + 'static, R: Send + 'static>(
 
 async fn write<T: Clone, R>(ways: &Ways<T, R>, batch: Vec<Waiting<T, R>>) {
     let (entries, replies): (Vec<T>, Vec<oneshot::Sender<Answer<R>>>) = batch.into_iter().unzip();
-    match (ways.write)(entries.clone()).await {
+    let written = (ways.write)(entries.clone()).await;
+    writes::note(&written);
+    match written {
         Ok(answers) => replies.into_iter().zip(answers).for_each(|(reply, answer)| drop(reply.send(Ok(answer)))),
         // Something is wrong with one of them, or was with all: each alone, unless it may have been written.
         Err(error) => {

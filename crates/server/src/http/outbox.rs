@@ -433,7 +433,7 @@ pub async fn show(
     params(("lane_or_id" = i64, Path, description = "A message's id")),
     responses(
         (status = 200, description = "It is due now", body = MessageWithHistory),
-        (status = 409, description = "`NOT_DEAD`, `ACTIVE_KEY_TAKEN` or `LANE_OWNED`", body = ErrorBody),
+        (status = 409, description = "`NOT_DEAD`, `ACTIVE_KEY_TAKEN`, `MESSAGE_HELD` or `LANE_OWNED`", body = ErrorBody),
     )
 )]
 pub async fn requeue(
@@ -453,7 +453,10 @@ pub async fn requeue(
             }))
         }
         Some(Requeued::Conflict) => {
-            conflict("ACTIVE_KEY_TAKEN", format!("another live message has the active key of message {id}"))
+            conflict("ACTIVE_KEY_TAKEN", format!("another live message has the key or the active key of message {id}"))
+        }
+        Some(Requeued::Held) => {
+            conflict("MESSAGE_HELD", format!("somebody else holds message {id} or its key at the moment; try again"))
         }
         _ => conflict("NOT_DEAD", format!("message {id} is {}; only dead ones come back", message.status.as_str())),
     }

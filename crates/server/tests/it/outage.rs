@@ -1,13 +1,14 @@
-//! The database goes away for ten seconds under a running worker, and comes back.
+//! The database goes away for ten seconds under a running worker, and comes back; or its disk is full for a while.
 
 use std::any::Any;
 use std::time::Duration;
 
 use proving::receiver::{Answer, Receiver};
 use proving::servers::{MariaDb, Postgres};
-use rustix::process::Signal;
+use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 use tokio::runtime::Runtime;
 
+use crate::api::exchange;
 use crate::home::{Home, wait_until};
 use crate::scratch::Database;
 
@@ -83,4 +84,49 @@ fn sqlite_locked_by_another_for_ten_seconds() {
             Box::new(())
         })
     });
+}
+
+#[test]
+fn a_full_disk_is_told_and_nothing_is_in_doubt() {
+    use std::io::{BufRead, BufReader};
+    let home = Home::sqlite();
+    home.write("postrider.toml", "[lane.work]\ncourier = \"noop\"\n").run(&["migrate"]).done();
+    let serve = home.command(&["serve", "--listen", "127.0.0.1:0", "--no-workers"]);
+    // No file may grow beyond two megabytes: to a database that is a disk without space.
+    let mut limited = std::process::Command::new("bash");
+    let line = format!("trap '' XFSZ; ulimit -S -f 2048; exec {} \"$@\"", serve.get_program().to_string_lossy());
+    limited.args(["-c", &line, "serve"]).args(serve.get_args()).current_dir(serve.get_current_dir().unwrap());
+    let mut child = limited.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    let address = first.trim().rsplit_once("://").unwrap().1.to_owned();
+    let ask = |method: &str, path: &str, body: &[u8]| exchange(&address, method, path, &[], body);
+    assert_eq!(ask("GET", "/readyz", b"").status, 200);
+    let payload = vec![b'x'; 100_000];
+    let mut written = 0;
+    let refused = loop {
+        let answer = ask("POST", "/v1/outbox/work", &payload);
+        if answer.status != 201 {
+            break answer;
+        }
+        written += 1;
+        assert!(written < 1000, "the disk is never full");
+    };
+    refused.refused(503, "STORE_UNAVAILABLE");
+    ask("GET", "/readyz", b"").refused(503, "STORE_UNAVAILABLE");
+    wait_until("health tells it", || {
+        let health = ask("GET", "/health", b"");
+        health.status == 503 && health.json()["capabilities"]["store"] == "failed"
+    });
+    // It stays so, though nobody writes any more.
+    std::thread::sleep(Duration::from_secs(7));
+    ask("GET", "/readyz", b"").refused(503, "STORE_UNAVAILABLE");
+    let pid = Pid::from_child(&child);
+    prlimit(Some(pid), Resource::Fsize, Rlimit { current: None, maximum: None }).unwrap();
+    wait_until("it is ready again", || ask("GET", "/readyz", b"").status == 200);
+    assert_eq!(ask("GET", "/health", b"").status, 200);
+    ask("POST", "/v1/outbox/work", &payload).answered(201);
+    assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), written + 1, "what was refused is not there");
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    assert!(child.wait().unwrap().success());
 }

@@ -1,7 +1,7 @@
 //! Traces, alerts and gauges of a running server, as a collector, a pager and Prometheus see them.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::trace::v1::Span;
@@ -115,6 +115,65 @@ fn a_dead_message_is_told_though_server_and_pager_are_down_for_a_while() {
         wait_until("it is recorded", || alerts("sent") == 1);
         assert_eq!((alerts("pending"), alerts("leased")), (0, 0), "one trouble is one alert");
     }
+}
+
+#[test]
+fn a_trouble_that_is_over_is_no_news_after_the_pager_was_down() {
+    let (down, accepted) = (Arc::new(AtomicBool::new(true)), Arc::new(Mutex::new(Vec::new())));
+    let (is_down, took) = (down.clone(), accepted.clone());
+    let pager = Receiver::start(move |request| {
+        if is_down.load(Ordering::SeqCst) {
+            return Some(503);
+        }
+        let alert: Value = serde_json::from_str(&request.body).unwrap();
+        took.lock().unwrap().push(alert["state"].as_str().unwrap().to_owned());
+        Some(200)
+    });
+    let slow = Arc::new(AtomicBool::new(true));
+    let is_slow = slow.clone();
+    let destination = Receiver::start(move |_| {
+        while is_slow.load(Ordering::SeqCst) {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        Some(200)
+    });
+    let home = Home::sqlite();
+    let config = format!(
+        "[lane.work]\ncourier = \"http\"\nurl = \"{}\"\ntimeout_ms = 600000\nconcurrency = 1\nbatch = 1\n[alerts]\nurl = \"{}\"\nmax_age = \"1s\"\n",
+        destination.url, pager.url
+    );
+    home.write("postrider.toml", &config);
+    let server = Server::start(&home, &[]);
+    for _ in 0..20 {
+        server.post("/v1/outbox/work", &[], "x").answered(201);
+    }
+    let tried = |state: &str| {
+        let state = format!("\"state\":\"{state}\"");
+        pager.requests().iter().any(|request| request.body.contains("lane_too_old") && request.body.contains(&state))
+    };
+    wait_until("the pager was to hear of it", || tried("raised"));
+    slow.store(false, Ordering::SeqCst);
+    wait_until("and that it is over", || tried("resolved"));
+    down.store(false, Ordering::SeqCst);
+    wait_until("all alerts have ended", || home.number("SELECT COUNT(*) FROM outbox WHERE lane = 'alerts'") == 0);
+    assert_eq!(*accepted.lock().unwrap(), ["resolved"], "what was over was not told as news");
+}
+
+#[test]
+fn a_collector_that_hangs_does_not_hold_up_a_stop() {
+    let collector = Receiver::start(|_| None);
+    let home = Home::sqlite();
+    let endpoint = collector.url.trim_end_matches("/in").to_owned();
+    home.write(
+        "postrider.toml",
+        &format!("[lane.work]\ncourier = \"noop\"\n[telemetry]\notlp_endpoint = \"{endpoint}\"\n"),
+    );
+    let server = Server::start(&home, &[]);
+    server.post("/v1/outbox/work", &[], "x").answered(201);
+    wait_until("it is sent", || home.stats("work")["sent"] == 1);
+    let begun = std::time::Instant::now();
+    assert_eq!(server.stop().0, 0);
+    assert!(begun.elapsed() < std::time::Duration::from_secs(4), "it took {:?}", begun.elapsed());
 }
 
 #[test]
