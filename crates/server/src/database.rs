@@ -35,15 +35,24 @@ pub async fn open_as_is(config: &Config) -> Result<Outbox> {
 /// Migrated, wherever it is: for the server, which several processes may start at once.
 pub async fn open_migrated(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
+    // Whoever owns nothing may still serve what is there: a migration begins by making a table.
+    if is_server(config) && matches!(outbox.pending_migrations().await, Ok(pending) if pending.is_empty()) {
+        outbox.register_lanes().await?;
+        return Ok(outbox);
+    }
     for migration in outbox.migrate().await? {
         tracing::info!(migration, database = shown(config), "migrated");
     }
     Ok(outbox)
 }
 
+fn is_server(config: &Config) -> bool {
+    !config.database.starts_with("sqlite:")
+}
+
 /// With the schema this binary needs.
 pub async fn open_ready(config: &Config) -> Result<Outbox> {
-    if config.database.starts_with("sqlite:") {
+    if !is_server(config) {
         return open_migrated(config).await;
     }
     let outbox = open(config).await?;

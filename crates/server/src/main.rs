@@ -12,6 +12,7 @@ mod demo;
 mod failure;
 mod gate;
 mod http;
+mod keyfile;
 mod live;
 mod logs;
 mod loopback;

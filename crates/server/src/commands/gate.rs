@@ -26,7 +26,8 @@ async fn look(config: &Config, rules: &GateRules) -> Result<Verdict> {
         Err(failure) => return Ok(without_store(rules, config.memory.is_some(), &failure.to_string())),
     };
     let memories = config.memory.as_ref().map(|_| parts::memories(config, &outbox)).transpose()?;
-    Ok(Gate::new(outbox, memories).look(rules).await)
+    let webhooks = parts::webhooks(config, &outbox).await?;
+    Ok(Gate::new(outbox, memories).with_webhooks(webhooks).look(rules).await)
 }
 
 fn shown(verdict: &Verdict) -> String {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use postrider_webhooks::{DeadLetterFilter, NewEvent, NewReplay, Requeued};
+use postrider_webhooks::{Counted, DeadLetterFilter, NewEvent, NewReplay, Requeued};
 
 use crate::harness::{Home, on_every_store, open, settings, wait_until, work};
 use crate::receiver::{Receiver, status_line};
@@ -108,9 +108,17 @@ async fn one_live_job_per_saga(home: Home) {
     let (_, sagas) = home.publish("a", "x").await;
     // As if a saga had been put back by hand while its job is live: no second job is made.
     home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {}", sagas[0])).await;
-    assert!(home.webhooks.pass().await.is_err(), "it says so");
-    assert_eq!(home.count("outbox WHERE lane = 'webhooks'").await, 1);
-    assert_eq!(home.status(sagas[0]).await, "Pending", "and changes nothing");
+    let (_, others) = home.publish("a", "y").await;
+    home.rows(&format!("DELETE FROM outbox WHERE active_key = 'saga:{}'", others[0])).await;
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {}", others[0])).await;
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.status(sagas[0]).await, "InProgress", "as its job says");
+    assert_eq!(home.count(&format!("outbox WHERE active_key = 'saga:{}'", sagas[0])).await, 1);
+    assert_eq!(home.count(&format!("outbox WHERE active_key = 'saga:{}'", others[0])).await, 1, "it is in nobody's way");
+    let _working = home.work();
+    home.ends(sagas[0], "Completed").await;
+    home.ends(others[0], "Completed").await;
+    assert_eq!(receiver.got().len(), 2);
 }
 
 async fn publish_many(home: &Home, n: usize) {
@@ -201,7 +209,8 @@ async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
         event_types: Some(vec!["order.paid".into()]),
         statuses: Some(vec!["Completed".into()]),
     };
-    assert_eq!(home.webhooks.count_replay(wanted.clone()).await.unwrap(), Some(10));
+    let counted = |count| Some(Counted { count, at_least: false });
+    assert_eq!(home.webhooks.count_replay(wanted.clone()).await.unwrap(), counted(10));
     assert_eq!(receiver.got().len(), 30, "counting sends nothing");
     let replay = home.webhooks.replay(wanted.clone()).await.unwrap().unwrap();
     wait_until("they came again", async || receiver.got().len() == 40).await;
@@ -210,7 +219,11 @@ async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
     assert_eq!(home.webhooks.replay_of(replay.id).await.unwrap().unwrap().count, 10);
     assert_eq!(home.count("webhook_delivery_sagas WHERE generation = 1").await, 10);
     let never = NewReplay { statuses: Some(vec!["DeadLettered".into()]), ..wanted.clone() };
-    assert_eq!(home.webhooks.count_replay(never).await.unwrap(), Some(0));
+    assert_eq!(home.webhooks.count_replay(never).await.unwrap(), counted(0));
+    for wrong in [vec![], vec!["a b".to_owned()]] {
+        let wrong = NewReplay { event_types: Some(wrong), ..wanted.clone() };
+        assert_eq!(home.webhooks.replay(wrong).await.unwrap_err().kind, postrider::error::Kind::Invalid);
+    }
     let backwards = NewReplay { to: wanted.from, ..wanted.clone() };
     assert!(home.webhooks.count_replay(backwards).await.is_err());
     let nobody = NewReplay { subscription_id: 99, ..wanted.clone() };
@@ -286,6 +299,7 @@ async fn one_that_only_fails_is_disabled(home: Home) {
     let (webhooks, outbox) = open(&home.url, impatient).await;
     let _working = work(&webhooks, &outbox);
     home.publish("a", "x").await;
+    home.publish("a", "y").await;
     let status = async |id| home.webhooks.subscription(id).await.unwrap().unwrap().status;
     wait_until("the sick one is disabled", async || status(sick.id).await.as_str() == "disabled").await;
     assert_eq!(status(healthy.id).await.as_str(), "active");
