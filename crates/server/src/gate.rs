@@ -95,7 +95,8 @@ impl Gate {
             && let Err(error) = webhooks.check_key().await
         {
             // Where the key is wanted is no secret, and what to do about it.
-            let told = if error.kind == Kind::KeyMissing { error.message } else { format!("{:?}", error.kind).to_lowercase() };
+            let told =
+                if error.kind == Kind::KeyMissing { error.message } else { format!("{:?}", error.kind).to_lowercase() };
             checked.insert(WEBHOOKS.to_owned(), Err(told));
         }
         let mut note = |name: &str, seen: Result<(), Error>| {

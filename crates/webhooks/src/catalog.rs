@@ -11,8 +11,8 @@ use postrider::store::Mode;
 use postrider::tx::{Tx, Value, for_update};
 use postrider::{Error, Result, Timestamp};
 
-use crate::subscriptions::{COLUMNS, Subscription, SubscriptionStatus, from_row};
 use crate::Webhooks;
+use crate::subscriptions::{COLUMNS, Subscription, SubscriptionStatus, from_row};
 
 /// How long the courier and the orchestrator believe what they remember without asking for its version.
 const BELIEVED: Duration = Duration::from_millis(250);

@@ -398,8 +398,7 @@ impl Webhooks {
         }
         let uri = Uri::try_from(url.as_str()).map_err(|_| "URL_INVALID")?;
         let timestamp = now.micros().div_euclid(1_000_000);
-        let signatures: Vec<String> =
-            opened.signing(now).map(|key| key.sign(id, timestamp, &event.payload)).collect();
+        let signatures: Vec<String> = opened.signing(now).map(|key| key.sign(id, timestamp, &event.payload)).collect();
         let mut headers = HeaderMap::new();
         let text = |text: &str| HeaderValue::from_str(text).map_err(|_| "HEADER_INVALID");
         for (name, value) in opened.headers.iter().chain(trace) {

@@ -149,9 +149,8 @@ async fn anything(tx: &mut (dyn Tx + Send), id: i64, until: Option<Timestamp>) -
         let mut params: Vec<Value> = vec![id.into(), status.as_str().into()];
         let then = if until.is_some() { " AND next_attempt_at = ?" } else { "" };
         params.extend(until.map(Value::from));
-        let sql = format!(
-            "SELECT 1 FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = ?{then} LIMIT 1"
-        );
+        let sql =
+            format!("SELECT 1 FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = ?{then} LIMIT 1");
         if !tx.query(&sql, &params).await?.is_empty() {
             return Ok(true);
         }

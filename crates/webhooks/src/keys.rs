@@ -95,7 +95,11 @@ impl Webhooks {
         let now = tx.now().plus(0, &mut params);
         let sql = format!("INSERT INTO webhook_keys (key_id, fingerprint, made_at) VALUES (?, ?, {now})");
         tx.execute(&sql, &params).await?;
-        tracing::warn!(key_id = id, place = self.0.keyring.place(), "secrets at rest are sealed with this key from now on: keep it safe, and give it to every process on this database");
+        tracing::warn!(
+            key_id = id,
+            place = self.0.keyring.place(),
+            "secrets at rest are sealed with this key from now on: keep it safe, and give it to every process on this database"
+        );
         Ok(())
     }
 

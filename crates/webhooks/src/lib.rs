@@ -55,8 +55,8 @@ pub use self::pulse::{Rates, pulse};
 pub use self::reads::{Attempt, EventShown, Saga, SagaFilter};
 pub use self::replays::{Counted, NewReplay, Replay};
 use self::secrets::Cabinet;
-use self::sweep::Cursors;
 pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};
+use self::sweep::Cursors;
 
 /// The outbox lane of webhook jobs.
 pub const LANE: &str = "webhooks";

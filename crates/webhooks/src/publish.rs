@@ -329,7 +329,9 @@ async fn insert_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Res
     let (mut params, mut arrays) = (Vec::new(), Vec::new());
     for (n, (_, kind)) in EVENT_COLUMNS.iter().enumerate() {
         params.push(match *kind {
-            "bytea" => Value::Blobs(column(n).map(|v| if let Value::Bytes(b) = v { Some(b.clone()) } else { None }).collect()),
+            "bytea" => {
+                Value::Blobs(column(n).map(|v| if let Value::Bytes(b) = v { Some(b.clone()) } else { None }).collect())
+            }
             "timestamptz" => {
                 Value::Times(column(n).map(|v| if let Value::Time(t) = v { Some(*t) } else { None }).collect())
             }
@@ -397,7 +399,8 @@ async fn named<'a, T: Tx + ?Sized>(
     for part in ids.chunks(CHUNK) {
         let marks = vec!["?"; part.len()].join(", ");
         // An event never changes, so nobody but a prune waits for this lock.
-        let current = if sight == Sight::Current && tx.dialect() == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
+        let current =
+            if sight == Sight::Current && tx.dialect() == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
         let sql = format!(
             "SELECT external_id, id, event_type, payload_sha FROM events WHERE external_id IN ({marks}){current}"
         );

@@ -137,8 +137,9 @@ impl Webhooks {
         if let Some(known) = self.0.cabinet.get(id, version) {
             return Ok(known);
         }
-        let sealed =
-            async |mode| self.transact(mode, move |tx| Box::pin(async move { tx.query(SEALED, &[id.into()]).await })).await;
+        let sealed = async |mode| {
+            self.transact(mode, move |tx| Box::pin(async move { tx.query(SEALED, &[id.into()]).await })).await
+        };
         let mut rows = sealed(Mode::Read).await?;
         if rows.first().map(|row| row.int(1)).transpose()?.is_none_or(|seen| seen < version) {
             rows = sealed(Mode::Write).await?;

@@ -103,8 +103,7 @@ impl Webhooks {
             let ids: Vec<i64> = sagas.iter().map(|saga| saga.id).collect();
             let mut params: Vec<Value> = vec![until.into(), now.into()];
             let list = in_ids(tx.dialect(), &ids, &mut params);
-            let sql =
-                format!("UPDATE webhook_delivery_sagas SET next_attempt_at = ?, updated_at = ? WHERE id {list}");
+            let sql = format!("UPDATE webhook_delivery_sagas SET next_attempt_at = ?, updated_at = ? WHERE id {list}");
             tx.execute(&sql, &params).await?;
         }
         if !locked.is_empty() {

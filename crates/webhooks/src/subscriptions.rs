@@ -533,7 +533,11 @@ fn check_header(name: &str, value: &str) -> Result<(), String> {
     if value.len() > MOST_VALUE {
         return Err(format!("the value of the header {name} is longer than {MOST_VALUE} bytes"));
     }
-    if RESERVED.contains(&lower.as_str()) || lower.starts_with("proxy-") || lower.starts_with("webhook-") || lower.starts_with("postrider-") {
+    if RESERVED.contains(&lower.as_str())
+        || lower.starts_with("proxy-")
+        || lower.starts_with("webhook-")
+        || lower.starts_with("postrider-")
+    {
         return Err(format!("the header {name} is not yours to set"));
     }
     Ok(())

@@ -10,8 +10,8 @@ use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, Value, in_ids};
 use postrider::{Enqueued, Result, Timestamp};
 
-use crate::decide::Status;
 use crate::courier::{PAUSED, RESTING};
+use crate::decide::Status;
 use crate::orchestrator::{BATCH, QUERIES, skip_locked, waiting};
 use crate::publish::Job;
 use crate::subscriptions::SubscriptionStatus;
@@ -52,8 +52,7 @@ pub(crate) async fn parked_in_vain(
     for row in rows.iter().filter(|row| row.int(1).is_ok_and(|parked| parked == 0)) {
         let id = row.int(0)?;
         for status in [Status::Pending, Status::PendingRetry] {
-            let mut params: Vec<Value> =
-                vec![id.into(), status.as_str().into(), Timestamp::FAR_FUTURE.into()];
+            let mut params: Vec<Value> = vec![id.into(), status.as_str().into(), Timestamp::FAR_FUTURE.into()];
             let long = if before.is_some() { " AND updated_at < ?" } else { "" };
             params.extend(before.map(Value::from));
             let sql = format!(
@@ -152,9 +151,8 @@ impl Webhooks {
     async fn sweep_parked(&self) -> Result<()> {
         let cursor = &self.0.cursors.parked;
         let after = cursor.load(Ordering::Relaxed);
-        let (found, next) = self
-            .transact(Mode::Read, move |tx| Box::pin(async move { parked_in_vain(tx, after, None).await }))
-            .await?;
+        let (found, next) =
+            self.transact(Mode::Read, move |tx| Box::pin(async move { parked_in_vain(tx, after, None).await })).await?;
         cursor.store(next.unwrap_or(0), Ordering::Relaxed);
         if !found.is_empty() {
             tracing::warn!(subscriptions = ?found, "deliveries were parked where nobody looked; they are looked at again");
