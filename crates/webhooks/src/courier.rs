@@ -34,7 +34,7 @@ pub(crate) const PAUSED: &str = "SUBSCRIPTION_PAUSED";
 pub(crate) const RESTING: &str = "RECEIVER_RESTING";
 /// A process without the key leaves a job to those who have it; one whose secrets nobody can read waits to be mended.
 const LEFT_FOR: Duration = Duration::from_secs(1);
-const UNREADABLE_FOR: Duration = Duration::from_secs(30);
+const UNREADABLE_FOR: Duration = Duration::from_secs(10);
 /// Most characters of what is said of a failure.
 const MOST_DETAIL: usize = 300;
 /// Events that are asked for in one statement.

@@ -4,7 +4,7 @@
 use postrider::Result;
 use postrider::alerts::Alert;
 use postrider::store::Mode;
-use postrider::tx::Tx;
+use postrider::tx::{Row, Tx, for_update};
 
 use crate::decide::{Failing, rest_after};
 use crate::orchestrator::{skip_locked, time};
@@ -13,6 +13,18 @@ use crate::{Webhooks, catalog};
 
 /// Subscriptions of one look.
 const PAGE: usize = 1000;
+
+const GATE: &str = "subscription_id, failures, failing_from, failed_at, spell_at, spells";
+
+fn failing(row: &Row) -> Result<Failing> {
+    Ok(Failing {
+        failures: row.int(1)?,
+        from: row.opt_time(2)?,
+        last: row.opt_time(3)?,
+        spell: row.opt_time(4)?,
+        spells: row.int(5)?,
+    })
+}
 
 impl Webhooks {
     /// Shows since when each subscription has only failed, disables those that have for too long, and opens gates whose wait
@@ -31,35 +43,35 @@ impl Webhooks {
         self.transact(Mode::Write, |tx| Box::pin(async move { show_recovered(tx).await })).await
     }
 
-    /// One page of those that fail or are held; answers where the next one begins.
+    /// One page of those that fail; answers where the next one begins.
     async fn look_after_some(&self, tx: &mut (dyn Tx + Send), after: i64) -> Result<Option<i64>> {
         let now = catalog::now(tx).await?;
         let sql = format!(
-            "SELECT subscription_id, failures, failing_from, failed_at, spell_at, spells FROM subscription_gates
-             WHERE failures > 0 AND subscription_id > ? ORDER BY subscription_id LIMIT {PAGE}{}",
-            skip_locked(tx.dialect())
+            "SELECT {GATE} FROM subscription_gates WHERE failures > 0 AND subscription_id > ? ORDER BY subscription_id LIMIT {PAGE}"
         );
         let rows = tx.query(&sql, &[after.into()]).await?;
         for row in &rows {
-            let id = row.int(0)?;
-            let mut failing = Failing {
-                failures: row.int(1)?,
-                from: row.opt_time(2)?,
-                last: row.opt_time(3)?,
-                spell: row.opt_time(4)?,
-                spells: row.int(5)?,
-            };
-            failing.from.get_or_insert(now);
+            let (id, seen) = (row.int(0)?, failing(row)?);
             let sql = format!(
                 "UPDATE subscriptions SET failing_since = {} WHERE id = ? AND failing_since IS NULL AND status = 'active'",
                 time(tx.dialect())
             );
-            tx.execute(&sql, &[failing.from.into(), id.into()]).await?;
-            if failing.is_lasting(self.0.settings.disable_after) {
+            tx.execute(&sql, &[seen.from.unwrap_or(now).into(), id.into()]).await?;
+            if seen.is_lasting(self.0.settings.disable_after) && self.fails_for_good(tx, id).await? {
                 self.disable_and_tell(tx, id, FAILING).await?;
             }
         }
         Ok((rows.len() == PAGE).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?.flatten())
+    }
+
+    /// Asked again under the locks, in the order everybody takes them: it may have succeeded a moment ago.
+    async fn fails_for_good(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
+        catalog::lock(tx).await?;
+        let sql =
+            format!("SELECT {GATE} FROM subscription_gates WHERE subscription_id = ?{}", for_update(tx.dialect()));
+        let rows = tx.query(&sql, &[id.into()]).await?;
+        let seen = rows.first().map(failing).transpose()?;
+        Ok(seen.is_some_and(|seen| seen.is_lasting(self.0.settings.disable_after)))
     }
 
     /// Disables a subscription and raises the alert in the same transaction; answers whether it was not disabled before.

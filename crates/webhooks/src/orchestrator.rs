@@ -22,8 +22,9 @@ const GATHER: Duration = Duration::from_millis(15);
 /// How often health is looked at, and what is old is deleted.
 const HEALTH_EVERY: Duration = Duration::from_secs(5);
 const PRUNE_EVERY: Duration = Duration::from_secs(30);
-/// How often those are looked for that wait in vain.
-const SWEEP_EVERY: Duration = Duration::from_secs(1);
+/// How often those are looked for that wait in vain, and jobs that were put off for what is over.
+const SWEEP_EVERY: Duration = Duration::from_secs(5);
+const WAKE_EVERY: Duration = Duration::from_secs(1);
 
 /// Every query that looks for work, as text: what the EXPLAIN tests look at.
 pub const QUERIES: [&str; 8] = [
@@ -74,7 +75,7 @@ impl Webhooks {
     pub async fn orchestrate(&self, shutdown: impl Future<Output = ()>) {
         let mut shutdown = std::pin::pin!(shutdown);
         let (mut health_at, mut prune_at) = (clock::Tick::default(), clock::Tick::now());
-        let mut sweep_at = clock::Tick::default();
+        let (mut sweep_at, mut wake_at) = (clock::Tick::default(), clock::Tick::default());
         let mut looked_at = None;
         loop {
             // Told of results only: what is due is looked for at its own pace.
@@ -101,6 +102,12 @@ impl Webhooks {
                 health_at = now;
                 if let Err(error) = self.look_after_health().await {
                     tracing::warn!(%error, "the health of subscriptions could not be looked at");
+                }
+            }
+            if now.since(wake_at) >= WAKE_EVERY {
+                wake_at = now;
+                if let Err(error) = self.wake_deferred(None).await {
+                    tracing::warn!(%error, "jobs that were put off could not be looked at; it will be tried again");
                 }
             }
             if now.since(sweep_at) >= SWEEP_EVERY {

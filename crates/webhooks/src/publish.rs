@@ -349,8 +349,8 @@ async fn insert_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Res
     Ok(column(1).map(|id| text_of(id).and_then(|id| made.get(&id).copied())).collect())
 }
 
-/// MySQL does not say which rows it ignored. Their ids do: a statement takes as many in a row as it has rows, so the nth
-/// row is ours if it has the nth of them.
+/// MySQL does not say which rows it ignored. Their ids do: a statement sets aside as many in a row as it has rows, so what
+/// lies among them is ours.
 async fn insert_mysql<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Result<Vec<Option<i64>>> {
     let row = format!("({})", vec!["?"; EVENT_COLUMNS.len()].join(", "));
     let values = vec![row.as_str(); rows.len()].join(", ");
@@ -370,10 +370,9 @@ async fn insert_mysql<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Result
     let params: Vec<Value> = external.iter().map(Value::from).collect();
     let there = tx.query(&sql, &params).await?;
     let there = there.iter().map(|row| Ok((row.text(0)?, row.int(1)?))).collect::<Result<HashMap<String, i64>>>()?;
-    // The first id it names is that of the first row that went in.
-    let begin = external.iter().position(|id| there.get(id) == Some(&first)).unwrap_or(0) as i64;
-    let mine = |(n, id): (usize, &String)| there.get(id).copied().filter(|id| *id == first + (n as i64 - begin) * step);
-    let ids: Vec<Option<i64>> = external.iter().enumerate().map(mine).collect();
+    let ours = first..=first + (rows.len() as i64 - 1) * step;
+    let mine = |id: &String| there.get(id).copied().filter(|id| ours.contains(id));
+    let ids: Vec<Option<i64>> = external.iter().map(mine).collect();
     if ids.iter().flatten().count() != inserted {
         return Err(Error::new(Kind::Busy, "the same external_id was published at the same time; try again"));
     }

@@ -48,22 +48,22 @@ pub(crate) async fn parked_in_vain(
     );
     let rows = tx.query(&sql, &[after.into()]).await?;
     let next = (rows.len() as i64 == PAGE).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?;
-    let mut found = Vec::new();
-    for row in rows.iter().filter(|row| row.int(1).is_ok_and(|parked| parked == 0)) {
-        let id = row.int(0)?;
-        for status in [Status::Pending, Status::PendingRetry] {
-            let mut params: Vec<Value> = vec![id.into(), status.as_str().into(), Timestamp::FAR_FUTURE.into()];
-            let long = if before.is_some() { " AND updated_at < ?" } else { "" };
-            params.extend(before.map(Value::from));
-            let sql = format!(
-                "SELECT 1 FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = ? AND next_attempt_at = ?{long} LIMIT 1"
-            );
-            if !tx.query_often(&sql, &params).await?.is_empty() {
-                found.push(id);
-                break;
-            }
-        }
+    let closed = rows.iter().filter(|row| row.int(1).is_ok_and(|parked| parked == 0));
+    let closed = closed.map(|row| row.int(0)).collect::<Result<Vec<i64>>>()?;
+    if closed.is_empty() {
+        return Ok((vec![], next.flatten()));
     }
+    let mut params: Vec<Value> = Vec::new();
+    let list = in_ids(tx.dialect(), &closed, &mut params);
+    params.push(Timestamp::FAR_FUTURE.into());
+    let long = if before.is_some() { " AND updated_at < ?" } else { "" };
+    params.extend(before.map(Value::from));
+    // Usually there are none, so this is a step in the index for each of them.
+    let sql = format!(
+        "SELECT DISTINCT subscription_id FROM webhook_delivery_sagas
+         WHERE subscription_id {list} AND status IN ('Pending', 'PendingRetry') AND next_attempt_at = ?{long}"
+    );
+    let found = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     Ok((found, next.flatten()))
 }
 
@@ -144,8 +144,7 @@ impl Webhooks {
     /// from.
     pub(crate) async fn sweep(&self) -> Result<()> {
         self.sweep_parked().await?;
-        self.sweep_under_way().await?;
-        self.wake_deferred(None).await.map(drop)
+        self.sweep_under_way().await
     }
 
     async fn sweep_parked(&self) -> Result<()> {

@@ -175,6 +175,28 @@ fn what_cannot_be_kept_is_refused_alike_everywhere() {
     });
 }
 
+#[test]
+fn whoever_owns_nothing_may_serve() {
+    let home = Home::on(Database::postgres());
+    home.write("postrider.toml", LOCAL);
+    home.run(&["migrate"]).done();
+    let guest = format!("guest_{}", std::process::id());
+    home.execute(&format!(
+        "CREATE ROLE {guest} NOLOGIN; GRANT USAGE ON SCHEMA public TO {guest};
+         GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {guest};
+         GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {guest}"
+    ));
+    let url = format!("{}?options=-c%20role%3D{guest}", home.database.url().unwrap());
+    let receiver = Receiver::start(|_| Some(200));
+    let server = Server::start_with(&home, &[], &[("POSTRIDER_DATABASE", &url)]);
+    post(&server, "/v1/subscriptions", wish(&receiver.url)).answered(201);
+    let published = post(&server, "/v1/events", json!({"event_type": "a", "payload": 1})).answered(202).json();
+    let saga = published["saga_ids"][0].as_i64().unwrap();
+    wait_until("it is delivered", || server.get(&format!("/v1/sagas/{saga}")).json()["status"] == "Completed");
+    assert_eq!(server.stop().0, 0);
+    home.execute(&format!("DROP OWNED BY {guest}; DROP ROLE {guest}"));
+}
+
 /// How long the storm goes on.
 fn storm() -> Duration {
     let secs = std::env::var("POSTRIDER_STORM_SEC").ok().and_then(|text| text.parse().ok());

@@ -69,9 +69,12 @@ async fn a_resume_reaches_what_another_process_holds_back(home: Home) {
     // A worker alone, without an orchestrator that would mend it: what it remembers is a moment old.
     let worker = crate::harness::worker(&second, &outbox);
     wait_until("the job is sent", async || receiver.got().len() == 2).await;
+    wait_until("its result is applied", async || {
+        home.webhooks.pass().await.unwrap();
+        home.status(sagas[0]).await == "Completed"
+    })
+    .await;
     drop(worker);
-    home.webhooks.pass().await.unwrap();
-    home.ends(sagas[0], "Completed").await;
 }
 
 async fn what_was_put_off_for_nothing_is_woken(home: Home) {
