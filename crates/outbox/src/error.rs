@@ -21,6 +21,8 @@ pub enum Kind {
     Conflict,
     /// The caller's input is wrong.
     Invalid,
+    /// The key for secrets at rest is not here: once it is brought, the same may succeed.
+    KeyMissing,
     /// The lane is not configured.
     UnknownLane,
     /// The lane belongs to a peer, which has verbs of its own for it.
@@ -98,9 +100,13 @@ impl Error {
 
     pub fn class(&self) -> Class {
         match self.kind {
-            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Overloaded | Kind::Unavailable => {
-                Class::Retryable
-            }
+            Kind::Unreachable
+            | Kind::Timeout
+            | Kind::Busy
+            | Kind::Locked
+            | Kind::Overloaded
+            | Kind::Unavailable
+            | Kind::KeyMissing => Class::Retryable,
             Kind::Conflict | Kind::LaneOwned => Class::Conflict,
             Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Database => Class::Fatal,
         }
@@ -121,7 +127,7 @@ pub(crate) fn postgres_kind(code: &str) -> Kind {
         "25006" | "25P03" => Kind::Unavailable,
         "57014" => Kind::Timeout,
         "23505" => Kind::Conflict,
-        "22023" => Kind::Invalid,
+        "22023" | "22021" => Kind::Invalid,
         "42P01" | "42703" | "42883" => Kind::Schema,
         _ if code.starts_with("08") || code.starts_with("57P") || code.starts_with("28") || code == "3D000" => {
             Kind::Unreachable

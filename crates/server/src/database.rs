@@ -35,8 +35,17 @@ pub async fn open_as_is(config: &Config) -> Result<Outbox> {
 /// Migrated, wherever it is: for the server, which several processes may start at once.
 pub async fn open_migrated(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
+    // Whoever owns nothing may still serve what is there: a migration begins by making a table.
+    if is_server(config) && matches!(outbox.pending_migrations().await, Ok(pending) if pending.is_empty()) {
+        outbox.register_lanes().await?;
+        return Ok(outbox);
+    }
     tell(config, outbox.migrate().await?);
     Ok(outbox)
+}
+
+fn is_server(config: &Config) -> bool {
+    !config.database.starts_with("sqlite:")
 }
 
 fn tell(config: &Config, ran: Vec<String>) {
@@ -48,7 +57,7 @@ fn tell(config: &Config, ran: Vec<String>) {
 /// With the schema this binary needs. Whoever goes on to serve the lanes also registers them as configured.
 pub async fn open_ready(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
-    if config.database.starts_with("sqlite:") {
+    if !is_server(config) {
         tell(config, outbox.store().migrate().await?);
         return Ok(outbox);
     }

@@ -74,7 +74,7 @@ impl Display for Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let code = match error.kind {
-            Kind::Invalid | Kind::UnknownLane | Kind::Schema => 2,
+            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::KeyMissing => 2,
             Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Overloaded | Kind::Unavailable => 3,
             Kind::Conflict | Kind::LaneOwned | Kind::Database => 1,
         };

@@ -11,12 +11,15 @@ use postrider::tx::Tx;
 use postrider::{Error, Outbox};
 use postrider_memories::gate::{Checked, Mode, SkipSource, Skips, Verdict, judge};
 use postrider_memories::{Memories, Scope};
+use postrider_webhooks::Webhooks;
 use tokio::sync::Mutex;
 
 use crate::writes;
 
 /// All that may be required; the last two only where there is a memory gateway.
 pub const CAPABILITIES: [&str; 5] = ["store", "outbox", "audit", "openmemory", "reconcile"];
+/// A part that needs nothing of its own is named only when something is wrong with it.
+const WEBHOOKS: &str = "webhooks";
 /// Everybody may ask for `/health`: looks within this time share one answer.
 const FRESH: Duration = Duration::from_secs(1);
 
@@ -32,7 +35,7 @@ impl GateRules {
     pub fn with(&self, skip: &[String]) -> Result<GateRules, String> {
         let mut rules = self.clone();
         for name in skip {
-            if !CAPABILITIES.contains(&name.as_str()) {
+            if !CAPABILITIES.contains(&name.as_str()) && name != WEBHOOKS {
                 return Err(format!("there is no capability `{name}`; known: {}", CAPABILITIES.join(", ")));
             }
             rules.skips.entry(name.clone()).or_insert(SkipSource::Request);
@@ -49,12 +52,18 @@ type Seen = Option<(Tick, BTreeMap<String, Checked>)>;
 pub struct Gate {
     outbox: Outbox,
     memories: Option<Memories>,
+    webhooks: Option<Webhooks>,
     seen: Arc<Mutex<Seen>>,
 }
 
 impl Gate {
     pub fn new(outbox: Outbox, memories: Option<Memories>) -> Self {
-        Gate { outbox, memories, seen: Arc::default() }
+        Gate { outbox, memories, webhooks: None, seen: Arc::default() }
+    }
+
+    /// Looks at webhooks too: does this process hold the key of their secrets?
+    pub fn with_webhooks(self, webhooks: Webhooks) -> Self {
+        Gate { webhooks: Some(webhooks), ..self }
     }
 
     pub async fn look(&self, rules: &GateRules) -> Verdict {
@@ -85,6 +94,21 @@ impl Gate {
         note("store", self.outbox.store_id().await.and_then(|_| taken()));
         note("outbox", self.outbox.ages().await.map(drop));
         note("audit", self.audit().await);
+        if let Some(webhooks) = &self.webhooks
+            && let Err(error) = webhooks.check_key().await
+        {
+            // Where the key is wanted is no secret, and what to do about it.
+            let told =
+                if error.kind == Kind::KeyMissing { error.message } else { format!("{:?}", error.kind).to_lowercase() };
+            checked.insert(WEBHOOKS.to_owned(), Err(told));
+        }
+        let mut note = |name: &str, seen: Result<(), Error>| {
+            let seen = seen.map_err(|error| {
+                tracing::warn!(%error, capability = name, "a capability failed its check");
+                format!("{:?}", error.kind).to_lowercase()
+            });
+            checked.insert(name.to_owned(), seen);
+        };
         if let Some(memories) = &self.memories {
             note("reconcile", memories.reconcile(Scope::Recent, false).await.map(drop));
             let openmemory = memories.check().await;
@@ -123,7 +147,9 @@ async fn write_audit(tx: &mut (dyn Tx + Send)) -> Result<(), Error> {
 
 fn verdict(rules: &GateRules, gateway: bool, checked: &BTreeMap<String, Checked>) -> Verdict {
     let required = if gateway { &CAPABILITIES[..] } else { &CAPABILITIES[..3] };
-    judge(rules.mode, required, checked, &rules.skips)
+    let part = checked.contains_key(WEBHOOKS).then_some(WEBHOOKS);
+    let required: Vec<&str> = required.iter().copied().chain(part).collect();
+    judge(rules.mode, &required, checked, &rules.skips)
 }
 
 /// Where the database cannot even be opened, nothing else can be looked at.

@@ -13,6 +13,7 @@ mod doctor;
 mod failure;
 mod gate;
 mod http;
+mod keyfile;
 mod live;
 mod logs;
 mod loopback;

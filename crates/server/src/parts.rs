@@ -1,13 +1,9 @@
 //! The parts that share the outbox, opened as they are configured.
 
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use postrider::Outbox;
 use postrider::alerts::Alerts;
-use postrider::store::{Mode, transact};
 use postrider_memories::Memories;
 use postrider_orders::Orders;
 use postrider_orders::adapters::{Adapter, PaperBroker};
@@ -16,6 +12,7 @@ use postrider_webhooks::keyring::Keyring;
 
 use crate::config::{ALERTS, Broker, Config};
 use crate::failure::{Failure, Result};
+use crate::keyfile::KeyFile;
 use crate::secret;
 
 /// All of them.
@@ -43,7 +40,7 @@ fn alerts(config: &Config, outbox: &Outbox) -> Option<Alerts> {
 
 /// Webhooks on this outbox.
 pub async fn webhooks(config: &Config, outbox: &Outbox) -> Result<Webhooks> {
-    let (keyring, alerts) = (keyring(config, outbox).await?, alerts(config, outbox));
+    let (keyring, alerts) = (keyring(config)?, alerts(config, outbox));
     Ok(Webhooks::new(outbox.clone(), config.webhooks.clone(), keyring, config.reports.clone(), alerts).await?)
 }
 
@@ -70,48 +67,12 @@ pub fn memories(config: &Config, outbox: &Outbox) -> Result<Memories> {
     Ok(Memories::new(outbox.clone(), memory.settings.clone(), &memory.settling, alerts(config, outbox))?)
 }
 
-/// The key for secrets at rest. A file that is not there is made when it is first needed, unless the database has secrets
-/// already that another key sealed.
-async fn keyring(config: &Config, outbox: &Outbox) -> Result<Keyring> {
-    let reference = config.secrets_key.clone();
-    let missing = reference.strip_prefix("file:").map(PathBuf::from).filter(|path| !path.exists());
-    let Some(path) = missing else {
-        let text = secret::resolve(&reference).map_err(|e| Failure::usage(format!("[secrets] key: {e}")))?;
-        return Ok(Keyring::parse(&text)?);
-    };
-    if has_secrets(outbox).await? {
-        return Err(Failure::usage(format!(
-            "the database has secrets, but their key is not here: bring {} from where it was made, or say in [secrets] key where it is",
-            path.display()
-        )));
+/// The key for secrets at rest. A file that is not there is made by the first process on the database that needs one.
+fn keyring(config: &Config) -> Result<Keyring> {
+    let reference = &config.secrets_key;
+    if let Some(path) = reference.strip_prefix("file:") {
+        return Ok(Keyring::at(Box::new(KeyFile::new(path)))?);
     }
-    Ok(Keyring::on_demand(Box::new(move || make(&path))))
-}
-
-async fn has_secrets(outbox: &Outbox) -> Result<bool> {
-    let found = transact(&**outbox.store(), Mode::Read, |tx| {
-        Box::pin(async move { Ok(!tx.query("SELECT 1 FROM subscriptions LIMIT 1", &[]).await?.is_empty()) })
-    });
-    Ok(found.await?)
-}
-
-/// Makes the file, readable by its owner only, and answers what is in it. If another process is making it too, the first
-/// one wins.
-fn make(path: &Path) -> postrider::Result<String> {
-    let wrong = |e: std::io::Error| {
-        let file = path.display();
-        postrider::Error::invalid(format!(
-            "cannot make the key for secrets {file}: {e}; say in [secrets] key where it is"
-        ))
-    };
-    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    match file {
-        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
-        Err(e) => return Err(wrong(e)),
-        Ok(mut file) => {
-            file.write_all(Keyring::generate()?.as_bytes()).map_err(wrong)?;
-            tracing::warn!(file = %path.display(), "made a key for secrets at rest; keep it safe, and give it to every process on this database");
-        }
-    }
-    std::fs::read_to_string(path).map_err(wrong)
+    let text = secret::resolve(reference).map_err(|e| Failure::usage(format!("[secrets] key: {e}")))?;
+    Ok(Keyring::parse(&text)?)
 }

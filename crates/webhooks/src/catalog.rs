@@ -1,27 +1,85 @@
-//! The subscriptions as every process remembers them: read again whenever their version in the database changes.
+//! The subscriptions as every process remembers them, without their secrets. Each change in the database has a number;
+//! whoever sees a higher one reads the rows that changed since, and no others. What only cools down for a while is known
+//! apart from it, and changes nobody's catalogue.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postrider::clock::Tick;
 use postrider::store::Mode;
-use postrider::tx::Tx;
-use postrider::{Result, Timestamp};
+use postrider::tx::{Tx, Value, for_update};
+use postrider::{Error, Result, Timestamp};
 
+use crate::Webhooks;
 use crate::subscriptions::{COLUMNS, Subscription, SubscriptionStatus, from_row};
-use crate::{Webhooks, decide};
 
 /// How long the courier and the orchestrator believe what they remember without asking for its version.
 const BELIEVED: Duration = Duration::from_millis(250);
+/// The same for holds: a delivery that does not know of one comes early, and is put off by whoever does.
+const HOLDS_BELIEVED: Duration = Duration::from_secs(1);
+/// What is published to a subscription that was disabled automatically becomes a dead letter for so long.
+const LAMENTED: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// Changes so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Version {
+    /// By anybody, also by processes of an older make that do not number rows.
+    all: i64,
+    /// By those who number the rows they change.
+    rows: i64,
+    /// The last of these that deleted a row.
+    deleted: i64,
+}
+
+impl Version {
+    /// Has everything that changed since `known` a row that says so?
+    fn is_told_by_rows(self, known: Version) -> bool {
+        self.all >= known.all && self.all - known.all == self.rows - known.rows
+    }
+}
 
 #[derive(Default)]
 pub(crate) struct Catalog {
-    version: i64,
+    version: Version,
     subscriptions: HashMap<i64, Arc<Subscription>>,
-    /// Cooling down until then.
-    held: HashMap<i64, Timestamp>,
-    checked_at: Option<Tick>,
+    routes: Routes,
+}
+
+/// Who wants what, by pattern.
+#[derive(Default)]
+struct Routes {
+    all: Vec<i64>,
+    /// By the part before `*`.
+    under: HashMap<String, Vec<i64>>,
+    exactly: HashMap<String, Vec<i64>>,
+}
+
+impl Routes {
+    fn of<'a>(subscriptions: impl Iterator<Item = &'a Arc<Subscription>>) -> Routes {
+        let mut routes = Routes::default();
+        for subscription in subscriptions {
+            for pattern in &subscription.event_types {
+                let list = match pattern.strip_suffix('*') {
+                    Some("") => &mut routes.all,
+                    Some(prefix) => routes.under.entry(prefix.to_owned()).or_default(),
+                    None => routes.exactly.entry(pattern.clone()).or_default(),
+                };
+                list.push(subscription.id);
+            }
+        }
+        routes
+    }
+
+    fn wanting(&self, event_type: &str) -> Vec<i64> {
+        let prefixes = event_type.match_indices('.').map(|(at, _)| &event_type[..=at]);
+        let under = prefixes.filter_map(|prefix| self.under.get(prefix)).flatten();
+        let mut ids: Vec<i64> =
+            self.all.iter().chain(under).chain(self.exactly.get(event_type).into_iter().flatten()).copied().collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
 }
 
 impl Catalog {
@@ -29,115 +87,305 @@ impl Catalog {
         self.subscriptions.get(&id)
     }
 
-    /// Those that want events of this type, active or paused.
-    pub fn wanting(&self, event_type: &str) -> Vec<&Arc<Subscription>> {
-        let wants = |s: &&Arc<Subscription>| {
-            s.status != SubscriptionStatus::Disabled && s.event_types.iter().any(|p| decide::matches(p, event_type))
-        };
-        let mut wanting: Vec<_> = self.subscriptions.values().filter(wants).collect();
-        wanting.sort_by_key(|s| s.id);
-        wanting
+    /// Those that get a saga for an event of this type: active, paused, or disabled automatically and not long ago.
+    pub fn wanting(&self, event_type: &str, now: Timestamp) -> Vec<&Arc<Subscription>> {
+        let ids = self.routes.wanting(event_type);
+        let takes = |s: &&Arc<Subscription>| s.status != SubscriptionStatus::Disabled || s.is_lamented(now, LAMENTED);
+        ids.into_iter().filter_map(|id| self.subscriptions.get(&id)).filter(takes).collect()
     }
 
-    /// May a job be made at once, or does its gate decide?
-    pub fn is_free(&self, subscription: &Subscription, now: Timestamp) -> bool {
-        subscription.status == SubscriptionStatus::Active
-            && !subscription.is_limited()
-            && self.held.get(&subscription.id).is_none_or(|until| *until <= now)
+    fn changed(&self, version: Version, rows: Vec<Subscription>, there: Option<&[i64]>) -> Catalog {
+        let mut subscriptions = self.subscriptions.clone();
+        for subscription in rows {
+            subscriptions.insert(subscription.id, Arc::new(subscription));
+        }
+        if let Some(there) = there {
+            let there: std::collections::HashSet<i64> = there.iter().copied().collect();
+            subscriptions.retain(|id, _| there.contains(id));
+        }
+        let routes = Routes::of(subscriptions.values());
+        Catalog { version, subscriptions, routes }
     }
+}
 
+/// A receiver that is left alone, or tried with a few.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hold {
+    pub until: Timestamp,
+}
+
+/// Who is held: not free until a success, or the end of a wait that was asked for, opens the gate again.
+#[derive(Default)]
+struct Holds {
+    held: HashMap<i64, Hold>,
+    read_at: Option<Tick>,
+}
+
+/// What a process knows.
+#[derive(Default)]
+pub(crate) struct Knowledge {
+    catalog: Mutex<Remembered>,
+    holds: Mutex<Holds>,
+}
+
+#[derive(Default)]
+struct Remembered {
+    catalog: Arc<Catalog>,
+    checked_at: Option<Tick>,
+    /// What the database's clock said, and when.
+    clock: Option<(Timestamp, Tick)>,
+}
+
+/// One subscription as it is at this moment.
+#[derive(Clone)]
+pub(crate) struct Standing {
+    pub subscription: Option<Arc<Subscription>>,
     /// How long its receiver is still to be left alone.
-    pub fn rest_of(&self, id: i64, now: Timestamp) -> Option<Duration> {
-        self.held.get(&id).filter(|until| **until > now).map(|until| until.since(now))
-    }
-
-    pub fn is_cooling(&self, id: i64, now: Timestamp) -> bool {
-        self.held.get(&id).is_some_and(|until| *until > now)
-    }
+    pub rest: Option<Duration>,
 }
 
-/// The version in force and the database's time.
-pub(crate) async fn version<T: Tx + ?Sized>(tx: &mut T) -> Result<(i64, Timestamp)> {
-    let mut params = Vec::new();
+/// The changes so far and the database's time.
+async fn version<T: Tx + ?Sized>(tx: &mut T) -> Result<(Version, Timestamp)> {
+    let mut params: Vec<Value> = Vec::new();
     let now = tx.now().plus(0, &mut params);
-    let sql = format!("SELECT value, {now} FROM webhook_state WHERE name = 'subscriptions'");
-    let rows = tx.query(&sql, &params).await?;
-    let row = rows.first().ok_or_else(|| postrider::Error::database("webhook_state has no row `subscriptions`"))?;
-    Ok((row.int(0)?, row.time(1)?))
+    let sql = format!(
+        "SELECT name, value, {now} FROM webhook_state WHERE name IN ('subscriptions', 'subscription_rows', 'subscriptions_deleted')"
+    );
+    let (mut version, mut at) = (Version::default(), None);
+    for row in tx.query_often(&sql, &params).await? {
+        let value = row.int(1)?;
+        match row.text(0)?.as_str() {
+            "subscriptions" => version.all = value,
+            "subscription_rows" => version.rows = value,
+            _ => version.deleted = value,
+        }
+        at = Some(row.time(2)?);
+    }
+    let now = at.ok_or_else(|| Error::database("webhook_state has no row `subscriptions`"))?;
+    Ok((version, now))
 }
 
-/// Every process shall notice.
-pub(crate) async fn bump<T: Tx + ?Sized>(tx: &mut T) -> Result<()> {
-    tx.execute("UPDATE webhook_state SET value = value + 1 WHERE name = 'subscriptions'", &[]).await.map(drop)
+/// The database's time.
+pub(crate) async fn now<T: Tx + ?Sized>(tx: &mut T) -> Result<Timestamp> {
+    Ok(version(tx).await?.1)
+}
+
+/// Nobody else changes a subscription until this transaction ends.
+pub(crate) async fn lock<T: Tx + ?Sized>(tx: &mut T) -> Result<()> {
+    let sql = format!("SELECT value FROM webhook_state WHERE name = 'subscriptions'{}", for_update(tx.dialect()));
+    tx.query(&sql, &[]).await.map(drop)
+}
+
+/// Begins a change that every process shall notice; answers its number, which the row that changes gets as its version.
+/// Changes wait for each other here, so that what one reads is not changed by another before it writes, and numbers are
+/// seen in their order.
+pub(crate) async fn bump<T: Tx + ?Sized>(tx: &mut T) -> Result<i64> {
+    for name in ["subscriptions", "subscription_rows"] {
+        tx.execute("UPDATE webhook_state SET value = value + 1 WHERE name = ?", &[name.into()]).await?;
+    }
+    let rows = tx.query("SELECT value FROM webhook_state WHERE name = 'subscription_rows'", &[]).await?;
+    rows.first().ok_or_else(|| Error::database("webhook_state has no row `subscription_rows`"))?.int(0)
+}
+
+/// The change with this number deletes a row.
+pub(crate) async fn mark_deletion<T: Tx + ?Sized>(tx: &mut T, number: i64) -> Result<()> {
+    let sql = "UPDATE webhook_state SET value = ? WHERE name = 'subscriptions_deleted'";
+    tx.execute(sql, &[number.into()]).await.map(drop)
 }
 
 impl Webhooks {
-    fn remembered(&self) -> Arc<Catalog> {
-        self.0.catalog.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn remembered(&self) -> std::sync::MutexGuard<'_, Remembered> {
+        self.0.known.catalog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn remember(&self, catalog: Arc<Catalog>) {
-        *self.0.catalog.lock().unwrap_or_else(PoisonError::into_inner) = catalog;
+    fn holds(&self) -> std::sync::MutexGuard<'_, Holds> {
+        self.0.known.holds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn load<T: Tx + ?Sized>(&self, tx: &mut T, version: i64) -> Result<Catalog> {
-        let sql = format!("SELECT {COLUMNS} FROM subscriptions");
-        let mut subscriptions = HashMap::new();
-        for row in tx.query(&sql, &[]).await? {
-            let subscription = from_row(&row, &self.0.keyring)?;
-            subscriptions.insert(subscription.id, Arc::new(subscription));
+    async fn load<T: Tx + ?Sized>(&self, tx: &mut T, known: &Catalog, version: Version) -> Result<Catalog> {
+        let whole = known.version == Version::default() || !version.is_told_by_rows(known.version);
+        let since = if whole { -1 } else { known.version.rows };
+        let sql = format!("SELECT {COLUMNS} FROM subscriptions WHERE version > ?");
+        let mut rows = Vec::new();
+        for row in tx.query(&sql, &[since.into()]).await? {
+            // One that cannot be read is nobody else's trouble.
+            match from_row(&row, &self.0.keyring) {
+                Ok(subscription) => rows.push(subscription),
+                Err(error) => tracing::error!(%error, "a subscription cannot be read"),
+            }
         }
-        let mut held = HashMap::new();
-        let sql = "SELECT subscription_id, held_until FROM subscription_gates WHERE held_until IS NOT NULL";
-        for row in tx.query(sql, &[]).await? {
-            held.insert(row.int(0)?, row.time(1)?);
+        if whole {
+            // Whoever does not number rows may have changed secrets too.
+            self.0.cabinet.clear();
+            return Ok(Catalog::default().changed(version, rows, None));
         }
-        Ok(Catalog { version, subscriptions, held, checked_at: None })
+        let mut there = None;
+        if version.deleted > known.version.rows {
+            let ids = tx.query("SELECT id FROM subscriptions", &[]).await?;
+            there = Some(ids.iter().map(|row| row.int(0)).collect::<Result<Vec<i64>>>()?);
+        }
+        Ok(known.changed(version, rows, there.as_deref()))
     }
 
-    /// As the given transaction sees it, and the time. What it loads is not remembered: the transaction may roll back.
+    /// As the given transaction sees it or newer, and the time.
     pub(crate) async fn catalog_in<T: Tx + ?Sized>(&self, tx: &mut T) -> Result<(Arc<Catalog>, Timestamp)> {
         let (version, now) = version(tx).await?;
-        let remembered = self.remembered();
-        if remembered.version == version {
-            return Ok((remembered, now));
+        let known = {
+            let mut remembered = self.remembered();
+            remembered.clock = Some((now, Tick::now()));
+            remembered.catalog.clone()
+        };
+        if known.version.all >= version.all && known.version != Version::default() {
+            return Ok((known, now));
         }
-        Ok((Arc::new(self.load(tx, version).await?), now))
+        let loaded = Arc::new(self.load(tx, &known, version).await?);
+        let mut remembered = self.remembered();
+        // Only what is committed was read; somebody may have read more of it meanwhile.
+        if remembered.catalog.version.all < version.all {
+            remembered.catalog = loaded.clone();
+        }
+        Ok((loaded, now))
     }
 
     /// Not older than a moment.
     pub(crate) async fn catalog(&self) -> Result<Arc<Catalog>> {
-        let remembered = self.remembered();
         let tick = Tick::now();
-        if remembered.checked_at.is_some_and(|at| tick.since(at) < BELIEVED) {
-            return Ok(remembered);
+        {
+            let remembered = self.remembered();
+            if remembered.checked_at.is_some_and(|at| tick.since(at) < BELIEVED) {
+                return Ok(remembered.catalog.clone());
+            }
         }
         let webhooks = self.clone();
-        let known = remembered.version;
-        let loaded = self.transact(Mode::Read, move |tx| {
-            let webhooks = webhooks.clone();
-            Box::pin(async move {
-                let (version, _) = version(tx).await?;
-                if version == known { Ok(None) } else { webhooks.load(tx, version).await.map(Some) }
+        let catalog = self
+            .transact(Mode::Read, move |tx| {
+                let webhooks = webhooks.clone();
+                Box::pin(async move {
+                    let (catalog, _) = webhooks.catalog_in(tx).await?;
+                    webhooks.read_holds(tx).await?;
+                    Ok(catalog)
+                })
             })
-        });
-        let mut catalog = match loaded.await? {
-            Some(loaded) => loaded,
-            None => Catalog {
-                version: remembered.version,
-                subscriptions: remembered.subscriptions.clone(),
-                held: remembered.held.clone(),
-                checked_at: None,
-            },
-        };
-        catalog.checked_at = Some(tick);
-        let catalog = Arc::new(catalog);
-        self.remember(catalog.clone());
+            .await?;
+        self.remembered().checked_at = Some(tick);
         Ok(catalog)
+    }
+
+    /// Who is held, read again if that was a while ago.
+    pub(crate) async fn read_holds<T: Tx + ?Sized>(&self, tx: &mut T) -> Result<()> {
+        let tick = Tick::now();
+        if self.holds().read_at.is_some_and(|at| tick.since(at) < HOLDS_BELIEVED) {
+            return Ok(());
+        }
+        let sql = "SELECT subscription_id, held_until FROM subscription_gates WHERE held_until IS NOT NULL";
+        let rows = tx.query_often(sql, &[]).await?;
+        let held = rows.iter().map(|row| Ok((row.int(0)?, Hold { until: row.time(1)? }))).collect::<Result<_>>()?;
+        *self.holds() = Holds { held, read_at: Some(tick) };
+        Ok(())
+    }
+
+    /// What this process itself changed in a gate it need not read.
+    pub(crate) fn note_hold(&self, id: i64, until: Option<Timestamp>) {
+        let held = &mut self.holds().held;
+        match until {
+            Some(until) => held.insert(id, Hold { until }),
+            None => held.remove(&id),
+        };
+    }
+
+    /// May a job be made at once, or does its gate decide?
+    pub(crate) fn is_free(&self, subscription: &Subscription) -> bool {
+        subscription.status == SubscriptionStatus::Active
+            && !subscription.is_limited()
+            && !self.holds().held.contains_key(&subscription.id)
+    }
+
+    /// How long its receiver is still to be left alone, as far as is remembered.
+    pub(crate) fn rest_of(&self, id: i64) -> Option<Duration> {
+        let now = self.database_now();
+        self.holds().held.get(&id).map(|hold| hold.until).filter(|until| *until > now).map(|until| until.since(now))
+    }
+
+    /// The database's time, as far as it was heard of last.
+    fn database_now(&self) -> Timestamp {
+        let clock = self.remembered().clock;
+        clock.map_or_else(postrider::clock::wall, |(said, at)| said.plus(Tick::now().since(at)))
     }
 
     /// What is remembered may be out of date: ask again at the next look.
     pub(crate) fn doubt(&self) {
-        self.remember(Arc::default());
+        self.remembered().checked_at = None;
+        self.holds().read_at = None;
+    }
+
+    /// How one subscription stands at this moment, asked where it cannot be stale. Those who ask at the same time share an
+    /// answer that was begun after they asked.
+    pub(crate) async fn standing(&self, id: i64) -> Result<Standing> {
+        let asked = Tick::now();
+        let mut asking = self.0.standing.lock().await;
+        if let Some((_, standing)) = asking.get(&id).filter(|(begun, _)| *begun > asked) {
+            return Ok(standing.clone());
+        }
+        let begun = Tick::now();
+        let webhooks = self.clone();
+        let standing = self
+            .transact(Mode::Write, move |tx| {
+                let webhooks = webhooks.clone();
+                Box::pin(async move {
+                    let subscription = webhooks.read(tx, id).await?.map(Arc::new);
+                    let mut params: Vec<Value> = Vec::new();
+                    let now = tx.now().plus(0, &mut params);
+                    params.push(id.into());
+                    let sql = format!("SELECT {now}, held_until FROM subscription_gates WHERE subscription_id = ?");
+                    let rows = tx.query(&sql, &params).await?;
+                    let Some(row) = rows.first() else { return Ok(Standing { subscription, rest: None }) };
+                    let (now, until) = (row.time(0)?, row.opt_time(1)?);
+                    webhooks.note_hold(id, until);
+                    let rest = until.filter(|until| *until > now).map(|until| until.since(now));
+                    Ok(Standing { subscription, rest })
+                })
+            })
+            .await?;
+        asking.retain(|_, (at, _)| begun.since(*at) < BELIEVED);
+        asking.insert(id, (begun, standing.clone()));
+        Ok(standing)
+    }
+}
+
+/// Kept for [`Webhooks::standing`].
+pub(crate) type Standings = tokio::sync::Mutex<HashMap<i64, (Tick, Standing)>>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide;
+
+    #[test]
+    fn routes_find_what_patterns_match() {
+        let of = |id: i64, patterns: &[&str]| {
+            let event_types = patterns.iter().map(|p| (*p).to_owned()).collect();
+            Arc::new(Subscription { id, event_types, ..Subscription::default() })
+        };
+        let all = [
+            of(1, &["*"]),
+            of(2, &["order.*", "order.paid"]),
+            of(3, &["order.paid"]),
+            of(4, &["order.item.*"]),
+            of(5, &["order"]),
+        ];
+        let routes = Routes::of(all.iter());
+        for event_type in ["order", "order.paid", "order.item.added", "orders.paid", "x", "order.item"] {
+            let slow = all.iter().filter(|s| s.event_types.iter().any(|p| decide::matches(p, event_type)));
+            let slow: Vec<i64> = slow.map(|s| s.id).collect();
+            assert_eq!(routes.wanting(event_type), slow, "{event_type}");
+        }
+    }
+
+    #[test]
+    fn only_changes_that_number_their_rows_are_read_row_by_row() {
+        let version = |all, rows| Version { all, rows, deleted: 0 };
+        assert!(version(7, 4).is_told_by_rows(version(5, 2)));
+        assert!(!version(8, 4).is_told_by_rows(version(5, 2)), "somebody changed a row without saying which");
+        assert!(!version(4, 1).is_told_by_rows(version(5, 2)), "the database went back");
     }
 }

@@ -12,6 +12,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
 use postrider::clock::{self, Tick};
 use postrider::couriers::exchange::{Answer, retry_after};
+use postrider::error::Kind;
 use postrider::outcome::{Fault, Reach, Verdict};
 use postrider::store::Mode;
 use postrider::tx::{Tx, Value, in_ids};
@@ -20,14 +21,22 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use url::{Host, Url};
 
 use crate::Webhooks;
-use crate::catalog::Catalog;
 use crate::publish::Job;
+use crate::secrets::Opened;
 use crate::subscriptions::{Subscription, SubscriptionStatus};
 
 /// Most bytes of a response's head that are kept.
 const MOST_HEAD: usize = 4096;
-/// A job that meets a pause waits for `resume` to wake it; this is only how long at most.
+/// A job that meets a pause waits for `resume` to wake it, or the sweep; this is only how long at most.
 const PAUSED_FOR: Duration = Duration::from_secs(3600);
+/// Why a job was put off.
+pub(crate) const PAUSED: &str = "SUBSCRIPTION_PAUSED";
+pub(crate) const RESTING: &str = "RECEIVER_RESTING";
+/// A process without the key leaves a job to those who have it; one whose secrets nobody can read waits to be mended.
+const LEFT_FOR: Duration = Duration::from_secs(1);
+const UNREADABLE_FOR: Duration = Duration::from_secs(10);
+/// Most characters of what is said of a failure.
+const MOST_DETAIL: usize = 300;
 /// Events that are asked for in one statement.
 const LOAD_AT_ONCE: usize = 256;
 const LOAD_GATHER: Duration = Duration::from_millis(2);
@@ -46,6 +55,10 @@ struct Report {
     body: Option<Bytes>,
     remote: Option<String>,
     retry_after: Option<Duration>,
+    /// More than the code says.
+    detail: Option<String>,
+    /// Of the subscription it was sent by.
+    version: Option<i64>,
     kept_at: Tick,
 }
 
@@ -88,7 +101,7 @@ impl Reports {
     }
 }
 
-const ATTEMPT_COLUMNS: [bulk::Column; 11] = [
+const ATTEMPT_COLUMNS: [bulk::Column; 12] = [
     ("job_id", "bigint"),
     ("saga_id", "bigint"),
     ("attempt", "int"),
@@ -100,8 +113,9 @@ const ATTEMPT_COLUMNS: [bulk::Column; 11] = [
     ("response_headers", "text"),
     ("response_body", "bytea"),
     ("remote_address", "text"),
+    ("error_detail", "text"),
 ];
-const RESULT_COLUMNS: [bulk::Column; 7] = [
+const RESULT_COLUMNS: [bulk::Column; 8] = [
     ("job_id", "bigint"),
     ("saga_id", "bigint"),
     ("attempt", "int"),
@@ -109,6 +123,7 @@ const RESULT_COLUMNS: [bulk::Column; 7] = [
     ("error_code", "text"),
     ("retry_after", "bigint"),
     ("at", "timestamptz"),
+    ("sent_version", "bigint"),
 ];
 
 /// The worker's part: job, attempt and result end together.
@@ -118,8 +133,7 @@ impl OnSettled for Reports {
         let now = clock::wall();
         let (mut attempts, mut results) = (Vec::with_capacity(winners.len()), Vec::with_capacity(winners.len()));
         for winner in winners {
-            // A job nobody can read has no saga to tell.
-            let Some(job) = Job::parse(&winner.payload) else { continue };
+            let Some(job) = job_of(tx, winner).await? else { continue };
             let failed = match &winner.verdict {
                 Verdict::Sent { .. } => None,
                 Verdict::Retry { code, .. } | Verdict::Dead { code, .. } => Some(code.clone()),
@@ -140,6 +154,7 @@ impl OnSettled for Reports {
                 report.and_then(|r| r.headers.clone()).into(),
                 report.and_then(|r| r.body.clone()).into(),
                 report.and_then(|r| r.remote.clone()).into(),
+                report.and_then(|r| r.detail.clone()).into(),
             ]);
             results.push(vec![
                 winner.id.into(),
@@ -149,12 +164,29 @@ impl OnSettled for Reports {
                 failed.into(),
                 report.and_then(|r| r.retry_after).map(|after| after.as_secs().min(i64::MAX as u64) as i64).into(),
                 now.into(),
+                report.and_then(|r| r.version).into(),
             ]);
         }
         bulk::insert(tx, "webhook_attempts", &ATTEMPT_COLUMNS, &attempts, false).await?;
         bulk::insert(tx, "webhook_results", &RESULT_COLUMNS, &results, false).await?;
         Ok(())
     }
+}
+
+/// Which attempt of which saga this was. Of a job nobody can read its key still says the saga.
+async fn job_of(tx: &mut (dyn Tx + Send), winner: &Winner) -> Result<Option<Job>> {
+    if let Some(job) = Job::parse(&winner.payload) {
+        return Ok(Some(job));
+    }
+    let id = winner.active_key.as_deref().and_then(|key| key.strip_prefix("saga:")?.parse::<i64>().ok());
+    let Some(saga_id) = id else { return Ok(None) };
+    let sql = "SELECT attempt_count, event_id, subscription_id FROM webhook_delivery_sagas WHERE id = ?";
+    let rows = tx.query(sql, &[saga_id.into()]).await?;
+    let job = |row: &postrider::tx::Row| {
+        let attempt = row.int(0)? as u32 + 1;
+        Ok(Job { saga_id, attempt, event_id: row.int(1)?, subscription_id: row.int(2)? })
+    };
+    rows.first().map(job).transpose()
 }
 
 fn class(reach: Reach) -> &'static str {
@@ -191,34 +223,45 @@ impl WebhookCourier {
 
     async fn event(&self, id: i64) -> Result<Option<Arc<Loaded>>> {
         let (reply, answer) = oneshot::channel();
-        let gone = || Error::database("the loader of events is gone");
+        let gone = || Error::new(Kind::Unavailable, "the loader of events is gone");
         self.events.send((id, reply)).map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())?
+        match answer.await.map_err(|_| gone())?? {
+            // It would end the delivery: asked again where the answer cannot be older than the event.
+            None => Ok(self.webhooks.read_events(Mode::Write, vec![id]).await?.remove(&id)),
+            event => Ok(event),
+        }
     }
 
     async fn send(&self, job: Job, message: &Message) -> Result<Sent> {
-        let alive = |catalog: &Catalog| {
-            catalog.get(job.subscription_id).filter(|s| s.status != SubscriptionStatus::Disabled).cloned()
+        let catalog = self.webhooks.catalog().await?;
+        let known = catalog.get(job.subscription_id).filter(|s| s.status == SubscriptionStatus::Active);
+        let rests = self.webhooks.rest_of(job.subscription_id).is_some();
+        let subscription = match known.filter(|_| !rests) {
+            Some(subscription) => subscription.clone(),
+            // What is remembered may be older than a resume, and what ends or puts off a job must not be.
+            None => {
+                let standing = self.webhooks.standing(job.subscription_id).await?;
+                let alive = standing.subscription.filter(|s| s.status != SubscriptionStatus::Disabled);
+                match (alive, standing.rest) {
+                    (None, _) => return Ok(Sent::Not("SUBSCRIPTION_DISABLED")),
+                    (Some(s), _) if s.status == SubscriptionStatus::Paused => return Ok(Sent::Paused),
+                    // A receiver that is left alone for a while: what is live waits, more or less spread.
+                    (Some(_), Some(rest)) => return Ok(Sent::Later(rest.mul_f64(1.0 + clock::chance() / 2.0))),
+                    (Some(subscription), None) => subscription,
+                }
+            }
         };
-        let mut catalog = self.webhooks.catalog().await?;
-        if alive(&catalog).is_none() {
-            // It may be newer than what we remember.
-            self.webhooks.doubt();
-            catalog = self.webhooks.catalog().await?;
-        }
-        let Some(subscription) = alive(&catalog) else { return Ok(Sent::Not("SUBSCRIPTION_DISABLED")) };
-        if subscription.status == SubscriptionStatus::Paused {
-            return Ok(Sent::Paused);
-        }
-        // A receiver that is left alone for a while: what is live waits, more or less spread.
-        if let Some(rest) = catalog.rest_of(job.subscription_id, clock::wall()) {
-            return Ok(Sent::Later(rest.mul_f64(1.0 + clock::chance() / 2.0)));
-        }
+        let opened = match self.webhooks.opened(&subscription).await {
+            Err(error) if error.kind == Kind::KeyMissing => return Ok(Sent::Left),
+            Err(error) if error.kind == Kind::Database => {
+                tracing::error!(%error, subscription_id = subscription.id, "the secrets of a subscription cannot be read; give it a new one with rotate-secret");
+                return Ok(Sent::Unreadable);
+            }
+            opened => opened?,
+        };
         let Some(event) = self.event(job.event_id).await? else { return Ok(Sent::Not("EVENT_GONE")) };
-        Ok(Sent::Tried({
-            let id = format!("msg_{}_{}", self.webhooks.0.store_id, job.event_id);
-            self.webhooks.post(&subscription, id, &event, &message.headers).await
-        }))
+        let id = format!("msg_{}_{}", self.webhooks.0.store_id, job.event_id);
+        Ok(Sent::Tried(self.webhooks.post(&subscription, &opened, id, &event, &message.headers).await))
     }
 }
 
@@ -227,6 +270,9 @@ enum Sent {
     Not(&'static str),
     Paused,
     Later(Duration),
+    /// To a process that has the key.
+    Left,
+    Unreadable,
 }
 
 #[async_trait]
@@ -242,8 +288,15 @@ impl Courier for WebhookCourier {
         let report = match self.send(job, message).await {
             // Our own trouble, not the receiver's: nothing is counted.
             Err(_) => return Outcome::Defer { delay: Duration::from_secs(1), code: "STORE_UNAVAILABLE".into() },
-            Ok(Sent::Paused) => return Outcome::Defer { delay: PAUSED_FOR, code: "SUBSCRIPTION_PAUSED".into() },
-            Ok(Sent::Later(delay)) => return Outcome::Defer { delay, code: "RECEIVER_RESTING".into() },
+            Ok(Sent::Paused) => return Outcome::Defer { delay: PAUSED_FOR, code: PAUSED.into() },
+            Ok(Sent::Later(delay)) => return Outcome::Defer { delay, code: RESTING.into() },
+            Ok(Sent::Left) => {
+                let delay = LEFT_FOR.mul_f64(1.0 + clock::chance());
+                return Outcome::Defer { delay, code: "SECRETS_KEY_MISSING".into() };
+            }
+            Ok(Sent::Unreadable) => {
+                return Outcome::Defer { delay: UNREADABLE_FOR, code: "SECRETS_UNREADABLE".into() };
+            }
             Ok(Sent::Not(code)) => Report::not_sent(code),
             Ok(Sent::Tried(report)) => report,
         };
@@ -272,6 +325,8 @@ impl Report {
             body: None,
             remote: None,
             retry_after: None,
+            detail: None,
+            version: None,
             kept_at: Tick::now(),
         }
     }
@@ -282,22 +337,27 @@ impl Webhooks {
     async fn post(
         &self,
         subscription: &Subscription,
+        opened: &Opened,
         id: String,
         event: &Loaded,
         trace: &[(String, String)],
     ) -> Report {
         let (started_at, tick) = (clock::wall(), Tick::now());
-        let request = match self.request(subscription, &id, event, trace, started_at) {
+        let request = match self.request((subscription, opened), &id, event, trace, started_at) {
             Ok(request) => request,
             Err(code) => return Report::not_sent(code),
         };
         let answer = self.0.exchange.send(request, subscription.timeout(&self.0.settings)).await;
         let took = Tick::now().since(tick);
-        let report = Report { started_at, took, kept_at: Tick::now(), ..Report::not_sent("") };
+        let version = Some(subscription.version);
+        let report = Report { started_at, took, version, kept_at: Tick::now(), ..Report::not_sent("") };
         match answer {
-            Answer::Unanswered { code, reach, remote, .. } => {
-                Report { failure: Some((code.to_owned(), reach)), remote: remote.map(|r| r.to_string()), ..report }
-            }
+            Answer::Unanswered { code, cause, reach, remote } => Report {
+                failure: Some((code.to_owned(), reach)),
+                remote: remote.map(|r| r.to_string()),
+                detail: detail(code, &cause),
+                ..report
+            },
             Answer::Answered { status, headers, body, remote, .. } => {
                 let failure = match status {
                     status if status.is_success() => None,
@@ -320,7 +380,7 @@ impl Webhooks {
 
     fn request(
         &self,
-        subscription: &Subscription,
+        (subscription, opened): (&Subscription, &Opened),
         id: &str,
         event: &Loaded,
         trace: &[(String, String)],
@@ -338,11 +398,10 @@ impl Webhooks {
         }
         let uri = Uri::try_from(url.as_str()).map_err(|_| "URL_INVALID")?;
         let timestamp = now.micros().div_euclid(1_000_000);
-        let signatures: Vec<String> =
-            subscription.signing(now).map(|key| key.sign(id, timestamp, &event.payload)).collect();
+        let signatures: Vec<String> = opened.signing(now).map(|key| key.sign(id, timestamp, &event.payload)).collect();
         let mut headers = HeaderMap::new();
         let text = |text: &str| HeaderValue::from_str(text).map_err(|_| "HEADER_INVALID");
-        for (name, value) in subscription.headers.iter().chain(trace) {
+        for (name, value) in opened.headers.iter().chain(trace) {
             let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| "HEADER_INVALID")?;
             headers.append(name, text(value)?);
         }
@@ -352,8 +411,9 @@ impl Webhooks {
         headers.insert("webhook-id", text(id)?);
         headers.insert("webhook-timestamp", timestamp.into());
         headers.insert("webhook-signature", text(&signatures.join(" "))?);
-        if let Some(id) = &event.correlation_id {
-            headers.insert("x-correlation-id", text(id)?);
+        // One that was taken before it was checked is left out.
+        if let Some(id) = event.correlation_id.as_deref().and_then(|id| HeaderValue::from_str(id).ok()) {
+            headers.insert("x-correlation-id", id);
         }
         let mut request = Request::new(Full::new(event.payload.clone()));
         *request.method_mut() = Method::POST;
@@ -368,15 +428,23 @@ impl Webhooks {
         let payload = serde_json::json!({ "type": "postrider.test", "subscription_id": id });
         let event = Loaded { payload: payload.to_string().into(), content_type: None, correlation_id: None };
         let id = format!("test_{:016x}", clock::seed());
-        let report = self.post(&subscription, id, &event, &[]).await;
+        let opened = self.opened(&subscription).await?;
+        let report = self.post(&subscription, &opened, id, &event, &[]).await;
         Ok(Some(serde_json::json!({
             "success": report.failure.is_none(),
             "error_code": report.failure.as_ref().map(|failure| failure.0.clone()),
+            "error_detail": report.detail,
             "error_class": report.failure.as_ref().map(|failure| class(failure.1)),
             "response_status": report.status,
             "duration_ms": report.took.as_millis() as u64,
         })))
     }
+}
+
+/// Why there was no TLS session is the receiver's own affair, and what it needs to mend it. What else went wrong on the way
+/// is told by its code alone: more would describe our network.
+fn detail(code: &str, cause: &str) -> Option<String> {
+    (code == "TLS_FAILED").then(|| cause.chars().filter(|c| !c.is_control()).take(MOST_DETAIL).collect())
 }
 
 /// The head of a response, as far as it is kept.
@@ -414,7 +482,7 @@ async fn load(webhooks: Webhooks, mut wanted: mpsc::UnboundedReceiver<Wanted>) {
             let mut ids: Vec<i64> = batch.iter().map(|wanted| wanted.0).collect();
             ids.sort_unstable();
             ids.dedup();
-            let events = webhooks.read_events(ids).await;
+            let events = webhooks.read_events(Mode::Read, ids).await;
             for (id, reply) in batch {
                 let answer = events.as_ref().map(|events| events.get(&id).cloned()).map_err(Clone::clone);
                 let _ = reply.send(answer);
@@ -424,8 +492,8 @@ async fn load(webhooks: Webhooks, mut wanted: mpsc::UnboundedReceiver<Wanted>) {
 }
 
 impl Webhooks {
-    async fn read_events(&self, ids: Vec<i64>) -> Result<HashMap<i64, Arc<Loaded>>> {
-        self.transact(Mode::Read, move |tx| {
+    async fn read_events(&self, mode: Mode, ids: Vec<i64>) -> Result<HashMap<i64, Arc<Loaded>>> {
+        self.transact(mode, move |tx| {
             let ids = ids.clone();
             Box::pin(async move {
                 let mut params: Vec<Value> = Vec::new();

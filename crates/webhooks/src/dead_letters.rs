@@ -65,6 +65,15 @@ const OF_TYPE: &str = "EXISTS (SELECT 1 FROM events e WHERE e.id = d.event_id AN
 const WAITING: &str = "d.requeued_saga_id IS NULL";
 
 impl DeadLetterFilter {
+    /// What no text of ours has is found nowhere, and some databases cannot even be asked for it.
+    fn check(&self) -> Result<()> {
+        let texts = [&self.event_type, &self.error_code];
+        match texts.into_iter().flatten().any(|text| text.contains('\0')) {
+            true => Err(Error::invalid("event_type and error_code have no NUL character")),
+            false => Ok(()),
+        }
+    }
+
     /// As SQL on `dead_letters d`, and its values.
     fn sql(&self, params: &mut Vec<Value>) -> String {
         let mut wheres = String::new();
@@ -125,6 +134,7 @@ impl Webhooks {
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<DeadLetter>> {
+        filter.check()?;
         self.transact(Mode::Look, move |tx| {
             let filter = filter.clone();
             Box::pin(async move {
@@ -158,6 +168,7 @@ impl Webhooks {
     /// How many of those that wait match and could be sent, and their ids in order, at most `limit`. Those of subscriptions
     /// that are disabled or gone could not.
     pub async fn requeueable(&self, filter: DeadLetterFilter, limit: u32) -> Result<(i64, Vec<i64>)> {
+        filter.check()?;
         let filter = DeadLetterFilter { waiting: true, ..filter };
         self.transact(Mode::Read, move |tx| {
             let filter = filter.clone();
@@ -186,7 +197,7 @@ async fn requeue_one(tx: &mut (dyn Tx + Send), id: i64) -> Result<Requeued> {
         return Ok(Requeued::Exists(saga_id));
     }
     let (event_id, subscription_id) = (row.int(0)?, row.int(1)?);
-    let (_, now) = catalog::version(tx).await?;
+    let now = catalog::now(tx).await?;
     let subscription = tx.query("SELECT status FROM subscriptions WHERE id = ?", &[subscription_id.into()]).await?;
     if subscription.first().map(|row| row.text(0)).transpose()?.is_none_or(|status| status == "disabled") {
         return Ok(Requeued::NoSubscription);

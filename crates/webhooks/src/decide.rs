@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use postrider::Timestamp;
+
 /// No wait is longer: what a receiver asks for beyond this is cut.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
 
@@ -159,6 +161,60 @@ pub fn rest_after(failures: i64) -> Option<Duration> {
     Some(Duration::from_secs(10 << rounds))
 }
 
+/// Does this code say something of the receiver? The others are our own doing.
+pub fn is_receivers(code: &str) -> bool {
+    !matches!(
+        code,
+        "SUBSCRIPTION_DISABLED"
+            | "EVENT_GONE"
+            | "INVALID_JOB"
+            | "POISON"
+            | "EXPIRED"
+            | "SHUTDOWN"
+            | "PAYLOAD_CORRUPT"
+            | "COURIER_PANIC"
+            | "HEADER_INVALID"
+    )
+}
+
+/// Failures since the last success.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Failing {
+    pub failures: i64,
+    pub from: Option<Timestamp>,
+    pub last: Option<Timestamp>,
+    /// When the spell that goes on began, and how many there were.
+    pub spell: Option<Timestamp>,
+    pub spells: i64,
+}
+
+/// A spell is so much of the time after which a subscription is disabled.
+const SPELL: u32 = 5;
+/// So many it needs at least: one bad hour is none, however long nothing is sent afterwards.
+const SPELLS: i64 = 3;
+
+impl Failing {
+    /// More of them, now.
+    pub fn note(&mut self, failures: i64, now: Timestamp, limit: Duration) {
+        if failures == 0 {
+            return;
+        }
+        self.failures += failures;
+        self.from.get_or_insert(now);
+        self.last = Some(now);
+        if self.spell.is_none_or(|began| now.since(began) >= limit / SPELL) {
+            self.spell = Some(now);
+            self.spells += 1;
+        }
+    }
+
+    /// Has it failed, and nothing else, for so long and all over that time? Silence is no failure.
+    pub fn is_lasting(&self, limit: Duration) -> bool {
+        let lasted = self.from.zip(self.last).map_or(Duration::ZERO, |(from, last)| last.since(from));
+        !limit.is_zero() && lasted >= limit && self.spells >= SPELLS
+    }
+}
+
 /// A token bucket: how many may pass now, and what is left. At most half a second's worth is saved up, so that the rate
 /// holds after a pause too.
 pub fn refill(tokens: f64, rate: f64, elapsed: Duration) -> f64 {
@@ -217,6 +273,27 @@ mod tests {
         assert_eq!(backoff(&spread, 1, 0.0), Duration::from_secs(15));
         assert_eq!(backoff(&spread, 1, 1.0), Duration::from_secs(45));
         assert_eq!(backoff(&rules, u32::MAX, 0.5), LONGEST_WAIT, "no overflow");
+    }
+
+    #[test]
+    fn failing_means_failures_all_over_the_time() {
+        let (hour, limit) = (3600, Duration::from_secs(5 * 24 * 3600));
+        let at = |secs: i64| Timestamp::from_micros(secs * 1_000_000);
+        let after = |moments: &[i64]| {
+            let mut failing = Failing::default();
+            moments.iter().for_each(|secs| failing.note(1, at(*secs), limit));
+            failing.is_lasting(limit)
+        };
+        let daily: Vec<i64> = (0..6).map(|day| day * 25 * hour).collect();
+        assert!(after(&daily));
+        assert!(!after(&daily[..4]), "not long enough");
+        assert!(!after(&[0, 30, 90, 210, 450]), "one event with all its attempts, and then silence");
+        assert!(!after(&[0, 30, 90, 6 * 24 * hour, 6 * 24 * hour + 30]), "two bad moments far apart");
+        let mut failing = Failing::default();
+        failing.note(0, at(0), limit);
+        assert_eq!(failing, Failing::default());
+        daily.iter().for_each(|secs| failing.note(1, at(*secs), limit));
+        assert!(!failing.is_lasting(Duration::ZERO), "zero means never");
     }
 
     #[test]

@@ -1,55 +1,118 @@
-//! The health of subscriptions: one that has only failed for long enough is disabled, and so is one that says 410. Done with
-//! the rights of an administrator, not by the saga.
+//! The health of subscriptions: one that fails all over a long time is disabled, and so is one that says 410. Done with the
+//! rights of an administrator, not by the saga.
 
 use postrider::Result;
 use postrider::alerts::Alert;
 use postrider::store::Mode;
-use postrider::tx::Dialect;
+use postrider::tx::{Row, Tx, for_update};
 
+use crate::decide::{Failing, rest_after};
+use crate::orchestrator::{skip_locked, time};
+use crate::subscriptions::{FAILING, GONE};
 use crate::{Webhooks, catalog};
 
+/// Subscriptions of one look.
+const PAGE: usize = 1000;
+
+const GATE: &str = "subscription_id, failures, failing_from, failed_at, spell_at, spells";
+
+fn failing(row: &Row) -> Result<Failing> {
+    Ok(Failing {
+        failures: row.int(1)?,
+        from: row.opt_time(2)?,
+        last: row.opt_time(3)?,
+        spell: row.opt_time(4)?,
+        spells: row.int(5)?,
+    })
+}
+
 impl Webhooks {
-    /// Notes since when each subscription has only failed, and disables those that have for too long.
+    /// Shows since when each subscription has only failed, disables those that have for too long, and opens gates whose wait
+    /// is over.
     pub(crate) async fn look_after_health(&self) -> Result<()> {
-        let sick = self
-            .transact(Mode::Write, |tx| {
-                Box::pin(async move {
-                    let (_, now) = catalog::version(tx).await?;
-                    let time = if tx.dialect() == Dialect::Postgres { "?::timestamptz" } else { "?" };
-                    let failing = "IN (SELECT subscription_id FROM subscription_gates WHERE failures > 0)";
-                    let begin = format!("UPDATE subscriptions SET failing_since = {time} WHERE failing_since IS NULL AND status = 'active' AND id {failing}");
-                    tx.execute(&begin, &[now.into()]).await?;
-                    let end = "UPDATE subscriptions SET failing_since = NULL WHERE failing_since IS NOT NULL
-                               AND id IN (SELECT subscription_id FROM subscription_gates WHERE failures = 0)";
-                    tx.execute(end, &[]).await?;
-                    let sql = "SELECT id, failing_since FROM subscriptions WHERE failing_since IS NOT NULL AND status = 'active'";
-                    let rows = tx.query(sql, &[]).await?;
-                    rows.iter().map(|row| Ok((row.int(0)?, now.since(row.time(1)?)))).collect::<Result<Vec<_>>>()
+        let mut after = Some(0);
+        while let Some(from) = after {
+            let webhooks = self.clone();
+            after = self
+                .transact(Mode::Write, move |tx| {
+                    let webhooks = webhooks.clone();
+                    Box::pin(async move { webhooks.look_after_some(tx, from).await })
                 })
-            })
-            .await?;
-        let limit = self.0.settings.disable_after;
-        for (id, _) in sick.into_iter().filter(|(_, failing)| !limit.is_zero() && *failing >= limit) {
-            self.disable_and_tell(id, "FAILING").await?;
+                .await?;
         }
-        Ok(())
+        self.transact(Mode::Write, |tx| Box::pin(async move { show_recovered(tx).await })).await
     }
 
-    pub(crate) async fn disable_and_tell(&self, id: i64, reason: &str) -> Result<()> {
-        let Some(subscription) = self.disable(id, reason).await? else { return Ok(()) };
+    /// One page of those that fail; answers where the next one begins.
+    async fn look_after_some(&self, tx: &mut (dyn Tx + Send), after: i64) -> Result<Option<i64>> {
+        let now = catalog::now(tx).await?;
+        let sql = format!(
+            "SELECT {GATE} FROM subscription_gates WHERE failures > 0 AND subscription_id > ? ORDER BY subscription_id LIMIT {PAGE}"
+        );
+        let rows = tx.query(&sql, &[after.into()]).await?;
+        for row in &rows {
+            let (id, seen) = (row.int(0)?, failing(row)?);
+            let sql = format!(
+                "UPDATE subscriptions SET failing_since = {} WHERE id = ? AND failing_since IS NULL AND status = 'active'",
+                time(tx.dialect())
+            );
+            tx.execute(&sql, &[seen.from.unwrap_or(now).into(), id.into()]).await?;
+            if seen.is_lasting(self.0.settings.disable_after) && self.fails_for_good(tx, id).await? {
+                self.disable_and_tell(tx, id, FAILING).await?;
+            }
+        }
+        Ok((rows.len() == PAGE).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?.flatten())
+    }
+
+    /// Asked again under the locks, in the order everybody takes them: it may have succeeded a moment ago.
+    async fn fails_for_good(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
+        catalog::lock(tx).await?;
+        let sql =
+            format!("SELECT {GATE} FROM subscription_gates WHERE subscription_id = ?{}", for_update(tx.dialect()));
+        let rows = tx.query(&sql, &[id.into()]).await?;
+        let seen = rows.first().map(failing).transpose()?;
+        Ok(seen.is_some_and(|seen| seen.is_lasting(self.0.settings.disable_after)))
+    }
+
+    /// Disables a subscription and raises the alert in the same transaction; answers whether it was not disabled before.
+    pub(crate) async fn disable_and_tell(&self, tx: &mut (dyn Tx + Send), id: i64, reason: &str) -> Result<bool> {
+        if !self.disable_in(tx, id, reason).await? {
+            return Ok(false);
+        }
         tracing::warn!(subscription_id = id, reason, "the subscription is disabled");
-        let Some(alerts) = &self.0.alerts else { return Ok(()) };
-        let why =
-            if reason == "HTTP_410" { "its receiver answered 410 Gone" } else { "it has only failed for too long" };
+        let Some(alerts) = &self.0.alerts else { return Ok(true) };
+        let why = if reason == GONE { "its receiver answered 410 Gone" } else { "it has only failed for too long" };
+        let subscription = self.read(tx, id).await?;
+        let failing_since = subscription.and_then(|subscription| subscription.failing_since);
         let alert = Alert {
             kind: "subscription_disabled",
             subject: format!("subscription {id}"),
             message: format!(
-                "subscription {id} is disabled: {why}. What waited for it is in its dead letters; resume it with POST /v1/subscriptions/{id}/resume"
+                "subscription {id} is disabled: {why}. What waited for it is in its dead letters, and what is published to it goes there for 30 days; resume it with POST /v1/subscriptions/{id}/resume"
             ),
             count: 1,
-            details: serde_json::json!({ "subscription_id": id, "reason": reason, "failing_since": subscription.failing_since }),
+            details: serde_json::json!({ "subscription_id": id, "reason": reason, "failing_since": failing_since }),
         };
-        alerts.tell(alert, true).await
+        alerts.raise(tx, &alert).await?;
+        Ok(true)
     }
+}
+
+/// Those that succeeded since fail no more, and what asked for time and had it is free again.
+async fn show_recovered(tx: &mut (dyn Tx + Send)) -> Result<()> {
+    let sql = "UPDATE subscriptions SET failing_since = NULL WHERE failing_since IS NOT NULL AND status = 'active'
+               AND id IN (SELECT subscription_id FROM subscription_gates WHERE failures = 0)";
+    tx.execute(sql, &[]).await?;
+    let sql = format!(
+        "SELECT subscription_id, failures FROM subscription_gates WHERE held_until <= ? AND parked = 0 ORDER BY held_until LIMIT {PAGE}{}",
+        skip_locked(tx.dialect())
+    );
+    let now = catalog::now(tx).await?;
+    for row in tx.query(&sql, &[now.into()]).await? {
+        if rest_after(row.int(1)?).is_none() {
+            let sql = "UPDATE subscription_gates SET held_until = NULL WHERE subscription_id = ?";
+            tx.execute(sql, &[row.int(0)?.into()]).await?;
+        }
+    }
+    Ok(())
 }

@@ -7,7 +7,7 @@ use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Tx, Value, in_ids};
+use postrider::tx::{Dialect, Tx, Value, in_ids};
 
 use crate::decide::Status;
 use crate::{Webhooks, catalog};
@@ -45,7 +45,7 @@ impl Webhooks {
 /// One page in the order of ids, which is that of their making: it ends where sagas are too young, so what is looked at is
 /// what is old and little more. Answers how many went, and where to go on.
 async fn prune_sagas(tx: &mut (dyn Tx + Send), retention: Duration, after: i64) -> Result<(usize, Option<i64>)> {
-    let (_, now) = catalog::version(tx).await?;
+    let now = catalog::now(tx).await?;
     let before = now.minus(retention);
     let sql = format!(
         "SELECT id, status, created_at, updated_at FROM webhook_delivery_sagas WHERE id > ? ORDER BY id LIMIT {BATCH}"
@@ -83,7 +83,9 @@ async fn prune_events(tx: &mut (dyn Tx + Send), retention: i64) -> Result<usize>
     let before = tx.now().bound(-retention, &mut params);
     let sql = format!(
         "SELECT e.id FROM events e WHERE e.created_at < {before}
-         AND NOT EXISTS (SELECT 1 FROM webhook_delivery_sagas s WHERE s.event_id = e.id) ORDER BY e.created_at, e.id LIMIT {BATCH}"
+         AND NOT EXISTS (SELECT 1 FROM webhook_delivery_sagas s WHERE s.event_id = e.id) ORDER BY e.created_at, e.id LIMIT {BATCH}{}",
+        // A publisher of the same external id may hold one until it commits.
+        if tx.dialect() == Dialect::Mysql { " FOR UPDATE SKIP LOCKED" } else { "" }
     );
     let gone: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     if gone.is_empty() {

@@ -11,21 +11,29 @@ mod catalog;
 mod courier;
 mod dead_letters;
 pub mod decide;
+mod doctor;
+mod gates;
 pub mod guard;
 mod health;
 mod janitor;
 pub mod keyring;
+mod keys;
 mod orchestrator;
 mod publish;
 mod pulse;
 mod reads;
 mod replays;
+mod results;
 pub mod roles;
+mod secrets;
 pub mod sign;
+mod starting;
 mod subscriptions;
+mod sweep;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
 use postrider::alerts::Alerts;
@@ -36,7 +44,7 @@ use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Migration, Outbox, Result};
 use tokio::sync::Notify;
 
-use self::catalog::Catalog;
+use self::catalog::{Knowledge, Standings};
 pub use self::courier::{Reports, WebhookCourier};
 pub use self::dead_letters::{DeadLetter, DeadLetterFilter, Requeued};
 use self::guard::{Guarded, Policy};
@@ -45,8 +53,10 @@ pub use self::orchestrator::QUERIES;
 pub use self::publish::{NewEvent, Published, Publishing};
 pub use self::pulse::{Rates, pulse};
 pub use self::reads::{Attempt, EventShown, Saga, SagaFilter};
-pub use self::replays::{NewReplay, Replay};
+pub use self::replays::{Counted, NewReplay, Replay};
+use self::secrets::Cabinet;
 pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};
+use self::sweep::Cursors;
 
 /// The outbox lane of webhook jobs.
 pub const LANE: &str = "webhooks";
@@ -54,7 +64,7 @@ pub const LANE: &str = "webhooks";
 pub const OWNER: &str = "postrider webhooks";
 
 /// The tables of this part: versions 201 to 299.
-pub const MIGRATIONS: [Migration; 1] = postrider::migrations![201 "V201__webhooks"];
+pub const MIGRATIONS: [Migration; 2] = postrider::migrations![201 "V201__webhooks", 202 "V202__webhooks_fleet"];
 
 /// How webhooks are delivered unless a subscription says otherwise.
 #[derive(Clone, Debug)]
@@ -121,7 +131,12 @@ struct Inner {
     settings: Settings,
     keyring: Keyring,
     reports: Reports,
-    catalog: Mutex<Arc<Catalog>>,
+    known: Knowledge,
+    standing: Standings,
+    cabinet: Cabinet,
+    cursors: Cursors,
+    /// Where the look at gates goes on.
+    gates_seen: AtomicI64,
     exchange: Exchange,
     store_id: String,
     alerts: Option<Alerts>,
@@ -148,7 +163,11 @@ impl Webhooks {
             settings,
             keyring,
             reports,
-            catalog: Mutex::default(),
+            known: Knowledge::default(),
+            standing: Standings::default(),
+            cabinet: Cabinet::default(),
+            cursors: Cursors::default(),
+            gates_seen: AtomicI64::new(0),
             exchange,
             store_id,
             alerts,

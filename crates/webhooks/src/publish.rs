@@ -7,7 +7,7 @@ use bytes::Bytes;
 use postrider::error::Kind;
 use postrider::message::{Sha, sha256};
 use postrider::store::Mode;
-use postrider::tx::{Tx, Value};
+use postrider::tx::{Dialect, Tx, Value};
 use postrider::{Enqueued, Error, NewMessage, Result, Timestamp, bulk};
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +40,11 @@ impl NewEvent {
     pub fn external_id(mut self, id: impl Into<String>) -> Self {
         self.external_id = Some(id.into());
         self
+    }
+
+    /// Refuses what cannot be published, before anything is written. Publishing asks this too.
+    pub fn check(&self) -> Result<()> {
+        check(self)
     }
 }
 
@@ -98,13 +103,14 @@ impl Webhooks {
             check(event)?;
         }
         let (catalog, now) = self.catalog_in(tx).await?;
+        self.read_holds(tx).await?;
         let shas: Vec<Sha> = events.iter().map(|event| sha256(&event.payload)).collect();
-        let mut answers = insert_events(tx, events, &shas, now).await?;
+        let mut answers = self.insert_events(tx, events, &shas, now).await?;
 
         let mut sagas = Vec::new();
         for (n, event) in events.iter().enumerate().filter(|(n, _)| answers[*n].outcome == Publishing::Created) {
-            for subscription in catalog.wanting(&event.event_type) {
-                let free = catalog.is_free(subscription, now);
+            for subscription in catalog.wanting(&event.event_type, now) {
+                let free = self.is_free(subscription);
                 sagas.push(NewSaga { event: n, subscription_id: subscription.id, free });
             }
         }
@@ -172,8 +178,12 @@ fn check(event: &NewEvent) -> Result<()> {
     if !short(&event.external_id) || !short(&event.content_type) || !short(&event.correlation_id) {
         return Err(Error::invalid("external_id, content_type and correlation_id have 1 to 255 bytes"));
     }
-    if event.content_type.as_ref().is_some_and(|text| http::HeaderValue::from_str(text).is_err()) {
-        return Err(Error::invalid("the content_type cannot be sent as a header"));
+    let is_header = |text: &Option<String>| text.as_ref().is_none_or(|text| http::HeaderValue::from_str(text).is_ok());
+    if !is_header(&event.content_type) || !is_header(&event.correlation_id) {
+        return Err(Error::invalid("content_type and correlation_id are sent as headers, and this cannot be one"));
+    }
+    if event.external_id.as_ref().is_some_and(|text| text.contains('\0')) {
+        return Err(Error::invalid("the external_id contains a NUL character"));
     }
     Ok(())
 }
@@ -188,66 +198,6 @@ const EVENT_COLUMNS: [bulk::Column; 7] = [
     ("created_at", "timestamptz"),
 ];
 
-/// Writes those that are new.
-async fn insert_events<T: Tx + ?Sized>(
-    tx: &mut T,
-    events: &[NewEvent],
-    shas: &[Sha],
-    now: Timestamp,
-) -> Result<Vec<Published>> {
-    let row = |n: usize| -> Vec<Value> {
-        let event = &events[n];
-        vec![
-            event.event_type.as_str().into(),
-            event.external_id.clone().into(),
-            event.payload.clone().into(),
-            shas[n].as_slice().into(),
-            event.content_type.clone().into(),
-            event.correlation_id.clone().into(),
-            now.into(),
-        ]
-    };
-    let mut answers: Vec<Option<Published>> = vec![None; events.len()];
-    let published = |outcome, event_id| Published { outcome, event_id, saga_ids: vec![] };
-    // The first of each external id may be new; a second one in the same batch is compared with it below.
-    let mut firsts: HashMap<&str, usize> = HashMap::new();
-    for (n, event) in events.iter().enumerate() {
-        if let Some(id) = &event.external_id {
-            firsts.entry(id).or_insert(n);
-        }
-    }
-    let mut known = named(tx, firsts.keys().copied()).await?;
-    let new: Vec<usize> = (0..events.len())
-        .filter(|&n| match &events[n].external_id {
-            None => true,
-            Some(id) => firsts.get(id.as_str()) == Some(&n) && !known.contains_key(id),
-        })
-        .collect();
-    let rows: Vec<Vec<Value>> = new.iter().map(|&n| row(n)).collect();
-    let ids = bulk::insert(tx, "events", &EVENT_COLUMNS, &rows, true).await?;
-    for (&n, id) in new.iter().zip(ids) {
-        answers[n] = Some(published(Publishing::Created, id));
-        if let Some(external_id) = &events[n].external_id {
-            known.insert(
-                external_id.clone(),
-                Known { id, event_type: events[n].event_type.clone(), sha: shas[n].to_vec(), sagas: vec![] },
-            );
-        }
-    }
-    for (n, event) in events.iter().enumerate() {
-        if answers[n].is_some() {
-            continue;
-        }
-        let first = event.external_id.as_ref().and_then(|id| known.get(id));
-        let first = first.ok_or_else(|| Error::database("an event without an answer"))?;
-        let same = first.event_type == event.event_type && first.sha == shas[n];
-        let mut answer = published(if same { Publishing::Exists } else { Publishing::Differs }, first.id);
-        answer.saga_ids = first.sagas.clone();
-        answers[n] = Some(answer);
-    }
-    Ok(answers.into_iter().flatten().collect())
-}
-
 struct Known {
     id: i64,
     event_type: String,
@@ -255,20 +205,207 @@ struct Known {
     sagas: Vec<i64>,
 }
 
+impl Webhooks {
+    /// Writes those that are new. Who publishes the same external id at the same time waits until the first one has
+    /// committed, and is told that it exists: nothing of the caller's own transaction fails for it.
+    async fn insert_events<T: Tx + ?Sized>(
+        &self,
+        tx: &mut T,
+        events: &[NewEvent],
+        shas: &[Sha],
+        now: Timestamp,
+    ) -> Result<Vec<Published>> {
+        let row = |n: usize| -> Vec<Value> {
+            let event = &events[n];
+            vec![
+                event.event_type.as_str().into(),
+                event.external_id.clone().into(),
+                event.payload.clone().into(),
+                shas[n].as_slice().into(),
+                event.content_type.clone().into(),
+                event.correlation_id.clone().into(),
+                now.into(),
+            ]
+        };
+        // The first of each external id may be new; a second one in the same batch is compared with it below.
+        let mut firsts: HashMap<&str, usize> = HashMap::new();
+        for (n, event) in events.iter().enumerate() {
+            if let Some(id) = &event.external_id {
+                firsts.entry(id).or_insert(n);
+            }
+        }
+        let mut known = named(tx, firsts.keys().copied(), Sight::Snapshot).await?;
+        let mut created: HashMap<usize, i64> = HashMap::new();
+        let plain: Vec<usize> = (0..events.len()).filter(|&n| events[n].external_id.is_none()).collect();
+        let rows: Vec<Vec<Value>> = plain.iter().map(|&n| row(n)).collect();
+        let ids = bulk::insert(tx, "events", &EVENT_COLUMNS, &rows, true).await?;
+        created.extend(plain.iter().copied().zip(ids));
+
+        let mut keyed: Vec<(usize, &str)> =
+            firsts.iter().filter(|(id, _)| !known.contains_key(**id)).map(|(id, n)| (*n, *id)).collect();
+        keyed.sort_unstable();
+        let rows: Vec<Vec<Value>> = keyed.iter().map(|(n, _)| row(*n)).collect();
+        let mine = insert_unless_taken(tx, &rows).await?;
+        let mut taken = Vec::new();
+        for ((n, external_id), id) in keyed.iter().zip(mine) {
+            let Some(id) = id else {
+                taken.push(*external_id);
+                continue;
+            };
+            created.insert(*n, id);
+            let (event_type, sha) = (events[*n].event_type.clone(), shas[*n].to_vec());
+            known.insert((*external_id).to_owned(), Known { id, event_type, sha, sagas: vec![] });
+        }
+        if !taken.is_empty() {
+            let mut theirs = named(tx, taken.into_iter(), Sight::Current).await?;
+            self.see_sagas(tx.dialect(), &mut theirs).await?;
+            known.extend(theirs);
+        }
+        let answer = |(n, event): (usize, &NewEvent)| {
+            if let Some(id) = created.get(&n) {
+                return Ok(Published { outcome: Publishing::Created, event_id: *id, saga_ids: vec![] });
+            }
+            let first = event.external_id.as_ref().and_then(|id| known.get(id));
+            let first = first.ok_or_else(|| Error::new(Kind::Busy, "an event of the same external_id went away"))?;
+            let same = first.event_type == event.event_type && first.sha == shas[n];
+            let outcome = if same { Publishing::Exists } else { Publishing::Differs };
+            Ok(Published { outcome, event_id: first.id, saga_ids: first.sagas.clone() })
+        };
+        events.iter().enumerate().map(answer).collect()
+    }
+
+    /// A caller's transaction on MySQL may see things as they were when it began, before these were published: their sagas
+    /// are asked for outside of it. A lock would see them too, and keep them from being delivered until the caller commits.
+    async fn see_sagas(&self, dialect: Dialect, theirs: &mut HashMap<String, Known>) -> Result<()> {
+        if dialect != Dialect::Mysql || theirs.values().all(|known| !known.sagas.is_empty()) {
+            return Ok(());
+        }
+        let ids: Vec<i64> = theirs.values().map(|known| known.id).collect();
+        let seen = self
+            .transact(Mode::Read, move |tx| {
+                let ids = ids.clone();
+                Box::pin(async move {
+                    let mut seen: HashMap<i64, Vec<i64>> = HashMap::new();
+                    for id in ids {
+                        seen.insert(id, first_sagas(tx, id).await?);
+                    }
+                    Ok(seen)
+                })
+            })
+            .await?;
+        for known in theirs.values_mut() {
+            known.sagas = seen.get(&known.id).cloned().unwrap_or_default();
+        }
+        Ok(())
+    }
+}
+
+/// Inserts events that have external ids; answers the id of each that is new, nothing where another has it.
+async fn insert_unless_taken<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Result<Vec<Option<i64>>> {
+    let mut ids = Vec::with_capacity(rows.len());
+    for part in rows.chunks(CHUNK) {
+        match tx.dialect() {
+            // Whoever writes is alone, and has just looked.
+            Dialect::Sqlite => {
+                ids.extend(bulk::insert(tx, "events", &EVENT_COLUMNS, part, true).await?.into_iter().map(Some));
+            }
+            Dialect::Postgres => ids.extend(insert_postgres(tx, part).await?),
+            Dialect::Mysql => ids.extend(insert_mysql(tx, part).await?),
+        }
+    }
+    Ok(ids)
+}
+
+fn names() -> String {
+    EVENT_COLUMNS.map(|column| column.0).join(", ")
+}
+
+fn text_of(value: &Value) -> Option<String> {
+    if let Value::Text(text) = value { Some(text.clone()) } else { None }
+}
+
+async fn insert_postgres<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Result<Vec<Option<i64>>> {
+    let column = |n: usize| rows.iter().map(move |row| &row[n]);
+    let (mut params, mut arrays) = (Vec::new(), Vec::new());
+    for (n, (_, kind)) in EVENT_COLUMNS.iter().enumerate() {
+        params.push(match *kind {
+            "bytea" => {
+                Value::Blobs(column(n).map(|v| if let Value::Bytes(b) = v { Some(b.clone()) } else { None }).collect())
+            }
+            "timestamptz" => {
+                Value::Times(column(n).map(|v| if let Value::Time(t) = v { Some(*t) } else { None }).collect())
+            }
+            _ => Value::Texts(column(n).map(text_of).collect()),
+        });
+        arrays.push(format!("?::{kind}[]"));
+    }
+    let (names, arrays) = (names(), arrays.join(", "));
+    let sql = format!(
+        "INSERT INTO events ({names}) SELECT {names} FROM unnest({arrays}) AS t({names})
+         ON CONFLICT (external_id) DO NOTHING RETURNING external_id, id"
+    );
+    let made = tx.query(&sql, &params).await?;
+    let made = made.iter().map(|row| Ok((row.text(0)?, row.int(1)?))).collect::<Result<HashMap<String, i64>>>()?;
+    Ok(column(1).map(|id| text_of(id).and_then(|id| made.get(&id).copied())).collect())
+}
+
+/// MySQL does not say which rows it ignored. Their ids do: a statement sets aside as many in a row as it has rows, so what
+/// lies among them is ours.
+async fn insert_mysql<T: Tx + ?Sized>(tx: &mut T, rows: &[Vec<Value>]) -> Result<Vec<Option<i64>>> {
+    let row = format!("({})", vec!["?"; EVENT_COLUMNS.len()].join(", "));
+    let values = vec![row.as_str(); rows.len()].join(", ");
+    let sql = format!("INSERT IGNORE INTO events ({}) VALUES {values}", names());
+    let inserted = tx.execute(&sql, &rows.concat()).await? as usize;
+    if inserted == 0 {
+        return Ok(vec![None; rows.len()]);
+    }
+    let last = tx.query("SELECT LAST_INSERT_ID(), @@auto_increment_increment", &[]).await?;
+    let (first, step) = last.first().map(|row| Ok((row.int(0)?, row.int(1)?))).transpose()?.unwrap_or((0, 1));
+    if inserted == rows.len() {
+        return Ok((0..rows.len() as i64).map(|n| Some(first + n * step)).collect());
+    }
+    let external: Vec<String> = rows.iter().filter_map(|row| text_of(&row[1])).collect();
+    let marks = vec!["?"; external.len()].join(", ");
+    let sql = format!("SELECT external_id, id FROM events WHERE external_id IN ({marks})");
+    let params: Vec<Value> = external.iter().map(Value::from).collect();
+    let there = tx.query(&sql, &params).await?;
+    let there = there.iter().map(|row| Ok((row.text(0)?, row.int(1)?))).collect::<Result<HashMap<String, i64>>>()?;
+    let ours = first..=first + (rows.len() as i64 - 1) * step;
+    let mine = |id: &String| there.get(id).copied().filter(|id| ours.contains(id));
+    let ids: Vec<Option<i64>> = external.iter().map(mine).collect();
+    if ids.iter().flatten().count() != inserted {
+        return Err(Error::new(Kind::Busy, "the same external_id was published at the same time; try again"));
+    }
+    Ok(ids)
+}
+
+/// As the transaction sees it, or as it is now.
+#[derive(Clone, Copy, PartialEq)]
+enum Sight {
+    Snapshot,
+    Current,
+}
+
 /// Events that have these external ids, with their first sagas.
-async fn named<'a, T: Tx + ?Sized>(tx: &mut T, ids: impl Iterator<Item = &'a str>) -> Result<HashMap<String, Known>> {
+async fn named<'a, T: Tx + ?Sized>(
+    tx: &mut T,
+    ids: impl Iterator<Item = &'a str>,
+    sight: Sight,
+) -> Result<HashMap<String, Known>> {
     let mut ids: Vec<&str> = ids.collect();
     ids.sort_unstable();
     let mut known = HashMap::new();
     for part in ids.chunks(CHUNK) {
         let marks = vec!["?"; part.len()].join(", ");
-        let sql = format!("SELECT external_id, id, event_type, payload_sha FROM events WHERE external_id IN ({marks})");
+        // An event never changes, so nobody but a prune waits for this lock.
+        let current =
+            if sight == Sight::Current && tx.dialect() == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
+        let sql = format!(
+            "SELECT external_id, id, event_type, payload_sha FROM events WHERE external_id IN ({marks}){current}"
+        );
         let params: Vec<Value> = part.iter().map(|id| (*id).into()).collect();
         for row in tx.query(&sql, &params).await? {
-            let sql =
-                "SELECT id FROM webhook_delivery_sagas WHERE event_id = ? AND generation = 0 ORDER BY subscription_id";
-            let sagas = tx.query(sql, &[row.int(1)?.into()]).await?;
-            let sagas = sagas.iter().map(|saga| saga.int(0)).collect::<Result<_>>()?;
+            let sagas = first_sagas(tx, row.int(1)?).await?;
             known.insert(
                 row.text(0)?,
                 Known { id: row.int(1)?, event_type: row.text(2)?, sha: row.bytes(3)?.to_vec(), sagas },
@@ -276,6 +413,11 @@ async fn named<'a, T: Tx + ?Sized>(tx: &mut T, ids: impl Iterator<Item = &'a str
         }
     }
     Ok(known)
+}
+
+async fn first_sagas<T: Tx + ?Sized>(tx: &mut T, event_id: i64) -> Result<Vec<i64>> {
+    let sql = "SELECT id FROM webhook_delivery_sagas WHERE event_id = ? AND generation = 0 ORDER BY subscription_id";
+    tx.query(sql, &[event_id.into()]).await?.iter().map(|saga| saga.int(0)).collect()
 }
 
 pub(crate) const SAGA_COLUMNS: [bulk::Column; 9] = [

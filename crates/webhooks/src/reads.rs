@@ -3,7 +3,7 @@
 use postrider::paging::{self, Candidates, Page, Rows, Wanted};
 use postrider::store::Mode;
 use postrider::tx::{Row, Value};
-use postrider::{Result, Timestamp};
+use postrider::{Error, Result, Timestamp};
 use serde::Serialize;
 
 use crate::Webhooks;
@@ -48,6 +48,8 @@ pub struct Attempt {
     pub response_headers: Option<serde_json::Value>,
     pub response_body: Option<String>,
     pub remote_address: Option<String>,
+    /// Of TLS_FAILED: why.
+    pub error_detail: Option<String>,
 }
 
 /// A job that is live.
@@ -118,6 +120,9 @@ impl Webhooks {
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<EventShown>> {
+        if event_type.as_ref().is_some_and(|text| text.contains('\0')) {
+            return Err(Error::invalid("an event_type has no NUL character"));
+        }
         let mut params: Vec<Value> = vec![before.unwrap_or(i64::MAX).into()];
         let of_type = if event_type.is_some() { " AND event_type = ?" } else { "" };
         params.extend(event_type.map(Value::from));
@@ -188,7 +193,7 @@ impl Webhooks {
     }
 
     async fn attempts(&self, saga_id: i64) -> Result<Vec<Attempt>> {
-        let sql = "SELECT job_id, attempt, started_at, duration_ms, error_class, error_code, response_status, response_headers, response_body, remote_address
+        let sql = "SELECT job_id, attempt, started_at, duration_ms, error_class, error_code, response_status, response_headers, response_body, remote_address, error_detail
                    FROM webhook_attempts WHERE saga_id = ? ORDER BY attempt, id";
         let attempt = |row: &Row| {
             Ok(Attempt {
@@ -202,6 +207,7 @@ impl Webhooks {
                 response_headers: row.opt_text(7)?.and_then(|text| serde_json::from_str(&text).ok()),
                 response_body: row.opt_bytes(8)?.map(|body| String::from_utf8_lossy(&body).into_owned()),
                 remote_address: row.opt_text(9)?,
+                error_detail: row.opt_text(10)?,
             })
         };
         self.rows(sql.to_owned(), vec![saga_id.into()]).await?.iter().map(attempt).collect()

@@ -1,18 +1,33 @@
 //! Replays: events of a time range are sent to a subscription again, as sagas of the next generation. A replay is a row of
-//! its own with a cursor, so it goes on after a restart, and can be cancelled.
+//! its own with a cursor, so it goes on after a restart, and can be cancelled. What is still under way is not sent twice.
 
+use std::time::Duration;
+
+use postrider::clock::Tick;
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Row, Tx, Value};
 use postrider::{Error, Result, Timestamp, bulk};
 use serde::{Deserialize, Serialize};
 
 use crate::dead_letters::next_generation;
-use crate::decide::{Status, matches};
+use crate::decide::{Status, is_pattern, matches};
 use crate::publish::{SAGA_COLUMNS, saga_row};
 use crate::{Webhooks, catalog};
 
 /// Events looked at in one transaction.
 const BATCH: i64 = 500;
+/// The same where they are only counted.
+const COUNTED: i64 = 5_000;
+/// How long somebody waits for a count; a replay begins without it.
+const COUNTING: Duration = Duration::from_secs(3);
+
+/// How many events a replay would send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Counted {
+    pub count: i64,
+    /// Counting was given up there: it is at least so many.
+    pub at_least: bool,
+}
 
 /// What to replay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -63,50 +78,51 @@ async fn page(
     wanted: &NewReplay,
     patterns: &[String],
     after: i64,
+    limit: i64,
 ) -> Result<(Vec<i64>, Option<i64>)> {
     let sql = format!(
-        "SELECT id, event_type FROM events WHERE id > ? AND created_at >= ? AND created_at < ? ORDER BY id LIMIT {BATCH}"
+        "SELECT e.id, e.event_type, (SELECT s.status FROM webhook_delivery_sagas s WHERE s.event_id = e.id AND s.subscription_id = ?
+                                     ORDER BY s.generation DESC LIMIT 1)
+         FROM events e WHERE e.id > ? AND e.created_at >= ? AND e.created_at < ? ORDER BY e.id LIMIT {limit}"
     );
-    let rows = tx.query(&sql, &[after.into(), wanted.from.into(), wanted.to.into()]).await?;
+    let params: [Value; 4] = [wanted.subscription_id.into(), after.into(), wanted.from.into(), wanted.to.into()];
+    let rows = tx.query(&sql, &params).await?;
     let mut ids = Vec::new();
     for row in &rows {
-        let (id, event_type) = (row.int(0)?, row.text(1)?);
-        if !patterns.iter().any(|pattern| matches(pattern, &event_type)) {
-            continue;
+        let (event_type, latest) = (row.text(1)?, row.opt_text(2)?);
+        // One that is still being delivered comes anyway.
+        let under_way = latest.as_deref().and_then(Status::parse).is_some_and(|status| !status.has_ended());
+        let chosen = wanted.statuses.as_ref().is_none_or(|all| latest.is_some_and(|latest| all.contains(&latest)));
+        if !under_way && chosen && patterns.iter().any(|pattern| matches(pattern, &event_type)) {
+            ids.push(row.int(0)?);
         }
-        if let Some(statuses) = &wanted.statuses {
-            let sql = "SELECT status FROM webhook_delivery_sagas WHERE event_id = ? AND subscription_id = ? ORDER BY generation DESC LIMIT 1";
-            let latest = tx.query(sql, &[id.into(), wanted.subscription_id.into()]).await?;
-            let latest = latest.first().map(|row| row.text(0)).transpose()?;
-            if !latest.is_some_and(|status| statuses.contains(&status)) {
-                continue;
-            }
-        }
-        ids.push(id);
     }
-    let next =
-        (rows.len() as i64 == BATCH).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?.flatten();
-    Ok((ids, next))
+    let next = (rows.len() as i64 == limit).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?;
+    Ok((ids, next.flatten()))
 }
 
 impl Webhooks {
-    /// How many events a replay would send; `None` if there is no such subscription.
-    pub async fn count_replay(&self, wanted: NewReplay) -> Result<Option<i64>> {
+    /// How many events a replay would send, as far as a few seconds allow; `None` if there is no such subscription.
+    pub async fn count_replay(&self, wanted: NewReplay) -> Result<Option<Counted>> {
         let Some(patterns) = self.patterns(&wanted).await? else { return Ok(None) };
         let work = std::sync::Arc::new((wanted, patterns));
+        let begun = Tick::now();
         let (mut count, mut after) = (0, Some(0));
         while let Some(from) = after {
+            if Tick::now().since(begun) > COUNTING {
+                return Ok(Some(Counted { count, at_least: true }));
+            }
             let work = work.clone();
             let (ids, next) = self
                 .transact(Mode::Read, move |tx| {
                     let work = work.clone();
-                    Box::pin(async move { page(tx, &work.0, &work.1, from).await })
+                    Box::pin(async move { page(tx, &work.0, &work.1, from, COUNTED).await })
                 })
                 .await?;
             count += ids.len() as i64;
             after = next;
         }
-        Ok(Some(count))
+        Ok(Some(Counted { count, at_least: false }))
     }
 
     async fn patterns(&self, wanted: &NewReplay) -> Result<Option<Vec<String>>> {
@@ -117,6 +133,17 @@ impl Webhooks {
             return Err(Error::invalid(format!(
                 "`{status}` is no status; there are Pending, InProgress, PendingRetry, Completed, DeadLettered"
             )));
+        }
+        if let Some(types) = &wanted.event_types {
+            if types.is_empty() {
+                return Err(Error::invalid("event_types has no entry; leave it out for those of the subscription"));
+            }
+            if let Some(pattern) = types.iter().find(|pattern| !is_pattern(pattern)) {
+                return Err(Error::invalid(format!(
+                    "`{}` is no event type; write `order.paid`, `order.*` or `*`",
+                    pattern.chars().filter(|c| !c.is_control()).take(80).collect::<String>()
+                )));
+            }
         }
         let Some(subscription) = self.subscription(wanted.subscription_id).await? else { return Ok(None) };
         Ok(Some(wanted.event_types.clone().unwrap_or(subscription.event_types)))
@@ -131,7 +158,7 @@ impl Webhooks {
             .transact(Mode::Write, move |tx| {
                 let (wanted, filter) = (filled.clone(), filter.clone());
                 Box::pin(async move {
-                    let (_, now) = catalog::version(tx).await?;
+                    let now = catalog::now(tx).await?;
                     let columns = [
                         ("subscription_id", "bigint"),
                         ("from_at", "timestamptz"),
@@ -203,9 +230,9 @@ async fn step(tx: &mut (dyn Tx + Send)) -> Result<usize> {
     let (id, cursor) = (row.int(0)?, row.int(2)?);
     let wanted: NewReplay =
         serde_json::from_str(&row.text(1)?).map_err(|e| Error::database(format!("replay {id} cannot be read: {e}")))?;
-    let (_, now) = catalog::version(tx).await?;
+    let now = catalog::now(tx).await?;
     let patterns = wanted.event_types.clone().unwrap_or_default();
-    let (ids, next) = page(tx, &wanted, &patterns, cursor).await?;
+    let (ids, next) = page(tx, &wanted, &patterns, cursor, BATCH).await?;
     let mut sagas = Vec::new();
     for &event_id in &ids {
         let generation = next_generation(tx, event_id, wanted.subscription_id).await?;

@@ -15,10 +15,23 @@ pub struct Role {
 
 const SAGA_KEYS: &str = "SELECT(id, event_id, subscription_id, generation)";
 const JOB_KEYS: &str = "SELECT(id, lane, active_key, payload_sha)";
+/// What is needed to find jobs that wait, and to wake them.
+const WAITING_JOBS: &str =
+    "SELECT(id, lane, shard_id, active_key, payload_sha, target, due_at, locked_by, last_error_code, updated_at)";
 
-/// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that.
+/// What everybody reads: which database this is, and whether subscriptions have changed.
+const ALL: [(&str, &[&str]); 2] = [("postrider_meta", &["SELECT"]), ("webhook_state", &["SELECT"])];
+
+/// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that. Whoever takes rows that
+/// nobody else has locked needs a right to change one of their columns: FOR UPDATE asks for it.
+///
+/// A publisher is `ingest` and `router`; a worker is `worker`; an orchestrator is `saga`, `admin` (it disables what only
+/// fails) and `janitor`; who brings dead letters back is `dead_letter`.
 pub const ROLES: [Role; 7] = [
-    Role { name: "postrider_ingest", rights: &[("events", &["INSERT", "SELECT(id, external_id)"])] },
+    Role {
+        name: "postrider_ingest",
+        rights: &[("events", &["INSERT", "SELECT(id, external_id, event_type, payload_sha)"])],
+    },
     Role {
         name: "postrider_router",
         rights: &[
@@ -35,10 +48,12 @@ pub const ROLES: [Role; 7] = [
             ("events", &["SELECT"]),
             ("subscriptions", &["SELECT"]),
             ("webhook_delivery_sagas", &["SELECT", "INSERT", "UPDATE"]),
-            ("subscription_gates", &["SELECT", "INSERT", "UPDATE"]),
-            ("webhook_results", &["SELECT", "DELETE"]),
-            ("outbox", &["INSERT", JOB_KEYS, "UPDATE(due_at)"]),
+            ("subscription_gates", &["SELECT", "INSERT", "UPDATE", "DELETE"]),
+            ("webhook_results", &["SELECT", "DELETE", "UPDATE(at)"]),
+            ("outbox", &["INSERT", WAITING_JOBS, "UPDATE(due_at)"]),
             ("dead_letters", &["INSERT", "SELECT(id, saga_id)"]),
+            ("replays", &["SELECT", "UPDATE"]),
+            ("outbox_alerts", &["SELECT", "INSERT", "UPDATE"]),
         ],
     },
     Role {
@@ -46,9 +61,14 @@ pub const ROLES: [Role; 7] = [
         rights: &[
             ("events", &["SELECT"]),
             ("subscriptions", &["SELECT"]),
+            ("subscription_gates", &["SELECT"]),
+            ("webhook_keys", &["SELECT"]),
+            ("webhook_delivery_sagas", &["SELECT(id, event_id, subscription_id, attempt_count)"]),
             ("outbox", &["SELECT", "UPDATE", "DELETE"]),
             ("outbox_done", &["SELECT", "INSERT"]),
-            ("outbox_attempts", &["INSERT"]),
+            ("outbox_attempts", &["SELECT", "INSERT", "DELETE"]),
+            ("outbox_pauses", &["SELECT"]),
+            ("write_audit", &["INSERT"]),
             ("webhook_attempts", &["INSERT"]),
             ("webhook_results", &["INSERT"]),
         ],
@@ -58,29 +78,54 @@ pub const ROLES: [Role; 7] = [
         rights: &[
             ("dead_letters", &["SELECT", "UPDATE(requeued_saga_id)"]),
             ("webhook_delivery_sagas", &["SELECT", "INSERT"]),
+            ("subscriptions", &["SELECT(id, status)"]),
         ],
     },
-    Role { name: "postrider_admin", rights: &[("subscriptions", &["SELECT", "INSERT", "UPDATE", "DELETE"])] },
+    Role {
+        name: "postrider_admin",
+        rights: &[
+            ("subscriptions", &["SELECT", "INSERT", "UPDATE", "DELETE"]),
+            ("subscription_gates", &["SELECT", "INSERT", "UPDATE"]),
+            ("webhook_state", &["UPDATE"]),
+            ("webhook_keys", &["SELECT", "INSERT", "DELETE"]),
+            ("replays", &["SELECT", "INSERT", "UPDATE"]),
+            ("events", &["SELECT"]),
+            ("webhook_delivery_sagas", &["SELECT"]),
+            ("outbox", &["INSERT", WAITING_JOBS, "UPDATE(due_at)"]),
+            ("outbox_alerts", &["SELECT", "INSERT", "UPDATE"]),
+        ],
+    },
     Role {
         name: "postrider_janitor",
         rights: &[
             ("events", &["SELECT", "DELETE"]),
             ("webhook_delivery_sagas", &["SELECT", "DELETE"]),
             ("webhook_attempts", &["SELECT", "DELETE"]),
+            ("dead_letters", &["SELECT(saga_id)", "DELETE"]),
             ("outbox_done", &["SELECT", "DELETE"]),
             ("outbox_keys", &["SELECT", "DELETE"]),
         ],
     },
 ];
 
+impl Role {
+    /// What it may do with which table, also what all may.
+    pub fn all_rights(&self) -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
+        self.rights.iter().copied().chain(ALL)
+    }
+}
+
 /// Tables whose ids come from a sequence of their own (PostgreSQL).
-const SEQUENCES: [(&str, &str); 6] = [
+const SEQUENCES: [(&str, &str); 9] = [
     ("events", "events_id_seq"),
     ("subscriptions", "subscriptions_id_seq"),
     ("webhook_delivery_sagas", "webhook_delivery_sagas_id_seq"),
     ("dead_letters", "dead_letters_id_seq"),
     ("webhook_attempts", "webhook_attempts_id_seq"),
+    ("replays", "replays_id_seq"),
     ("outbox", "outbox_id_seq"),
+    ("outbox_attempts", "outbox_attempts_id_seq"),
+    ("write_audit", "write_audit_audit_id_seq"),
 ];
 
 /// `SELECT(a, b)` as the database writes it: `SELECT (a, b)`.
@@ -98,10 +143,10 @@ fn statements(dialect: Dialect) -> Vec<String> {
             ),
             _ => format!("CREATE ROLE IF NOT EXISTS {name}"),
         });
-        for (table, rights) in role.rights {
+        for (table, rights) in role.all_rights() {
             let rights_text: Vec<String> = rights.iter().map(|text| right(text)).collect();
             all.push(format!("GRANT {} ON {table} TO {name}", rights_text.join(", ")));
-            let sequence = SEQUENCES.iter().find(|(of, _)| of == table).filter(|_| rights.contains(&"INSERT"));
+            let sequence = SEQUENCES.iter().find(|(of, _)| *of == table).filter(|_| rights.contains(&"INSERT"));
             if let (Dialect::Postgres, Some((_, sequence))) = (dialect, sequence) {
                 all.push(format!("GRANT USAGE ON SEQUENCE {sequence} TO {name}"));
             }

@@ -9,27 +9,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::decide::{RetryRules, is_pattern};
 use crate::keyring::Keyring;
+use crate::secrets::{SigningKey, open_headers, sealed_headers, sealed_keys};
 use crate::sign::{Key, Scheme};
-use crate::{LANE, Settings, Webhooks, catalog};
+use crate::{Settings, Webhooks, catalog};
 
 /// A header somebody sets must not frame the message, steer the connection or be ours to say.
-const RESERVED: [&str; 9] = [
+const RESERVED: [&str; 13] = [
     "host",
     "content-length",
     "content-type",
+    "content-encoding",
     "transfer-encoding",
     "connection",
+    "expect",
     "keep-alive",
     "te",
     "trailer",
     "upgrade",
+    "user-agent",
+    "x-correlation-id",
 ];
 const MOST_HEADERS: usize = 32;
+/// Of one value, and of all of them.
+const MOST_VALUE: usize = 4096;
+const MOST_OF_HEADERS: usize = 16_384;
 const MOST_PATTERNS: usize = 100;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SubscriptionStatus {
+    #[default]
     Active,
     Paused,
     Disabled,
@@ -45,8 +54,12 @@ impl SubscriptionStatus {
     }
 }
 
-/// Who wants to hear of what, and how.
-#[derive(Clone, Debug, Serialize)]
+/// Why a subscription was disabled without anybody asking for it.
+pub(crate) const FAILING: &str = "FAILING";
+pub(crate) const GONE: &str = "HTTP_410";
+
+/// Who wants to hear of what, and how; without its secrets.
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Subscription {
     pub id: i64,
     pub url: String,
@@ -54,41 +67,36 @@ pub struct Subscription {
     pub status: SubscriptionStatus,
     pub description: Option<String>,
     /// Names only: values may be credentials.
-    #[serde(serialize_with = "names_only")]
-    pub headers: Vec<(String, String)>,
+    pub headers: Vec<String>,
     pub signature: Scheme,
     pub max_retry_limit: Option<u32>,
     pub retry_schedule_sec: Option<Vec<f64>>,
     pub timeout_ms: Option<u32>,
     pub rate_per_sec: Option<f64>,
     pub max_in_flight: Option<u32>,
-    #[serde(skip)]
-    pub keys: Vec<SigningKey>,
     pub failing_since: Option<Timestamp>,
     pub disabled_reason: Option<String>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
-}
-
-fn names_only<S: serde::Serializer>(headers: &[(String, String)], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(headers.iter().map(|header| &header.0))
-}
-
-/// A key and until when it still signs; the current one has no end.
-#[derive(Clone, Debug)]
-pub struct SigningKey {
-    pub key: Key,
-    pub until: Option<Timestamp>,
-}
-
-/// A key as it is stored, encrypted.
-#[derive(Serialize, Deserialize)]
-struct StoredKey {
-    key: String,
-    until: Option<i64>,
+    /// The number of the change that touched it last, and of the one that gave it its URL.
+    #[serde(skip)]
+    pub(crate) version: i64,
+    #[serde(skip)]
+    pub(crate) url_version: i64,
+    #[serde(skip)]
+    pub(crate) disabled_at: Option<Timestamp>,
 }
 
 impl Subscription {
+    /// Was it disabled automatically, and not long ago? What is published then becomes a dead letter, to be brought back
+    /// when its receiver is mended. Nothing is kept for one that was disabled by hand.
+    pub(crate) fn is_lamented(&self, now: Timestamp, long: Duration) -> bool {
+        let automatically = matches!(self.disabled_reason.as_deref(), Some(FAILING | GONE));
+        self.status == SubscriptionStatus::Disabled
+            && automatically
+            && now.since(self.disabled_at.unwrap_or(self.updated_at)) < long
+    }
+
     pub fn is_limited(&self) -> bool {
         self.rate_per_sec.is_some() || self.max_in_flight.is_some()
     }
@@ -105,11 +113,6 @@ impl Subscription {
 
     pub fn timeout(&self, settings: &Settings) -> Duration {
         self.timeout_ms.map_or(settings.timeout, |ms| Duration::from_millis(ms.into()))
-    }
-
-    /// The keys that sign now, the current one first.
-    pub fn signing(&self, now: Timestamp) -> impl Iterator<Item = &Key> {
-        self.keys.iter().filter(move |key| key.until.is_none_or(|until| until > now)).map(|key| &key.key)
     }
 }
 
@@ -144,19 +147,21 @@ pub struct Patch {
     pub max_in_flight: Option<Option<u32>>,
 }
 
-pub(crate) const COLUMNS: &str = "id, url, event_types, status, description, headers, signature, max_retry_limit, retry_schedule, \
-                                  timeout_ms, rate_per_sec, max_in_flight, secrets, failing_since, disabled_reason, created_at, updated_at";
+/// Names of headers are read from what is sealed only where an older make wrote the row.
+pub(crate) const COLUMNS: &str = "id, url, event_types, status, description, header_names, signature, max_retry_limit, retry_schedule, \
+                                  timeout_ms, rate_per_sec, max_in_flight, CASE WHEN header_names IS NULL THEN headers END, failing_since, disabled_reason, \
+                                  created_at, updated_at, version, url_version, disabled_at";
 
-fn place(column: &str, id: i64) -> String {
-    format!("subscriptions.{column}.{id}")
-}
-
-fn json<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T> {
+pub(crate) fn from_json<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| Error::database(format!("a subscription cannot be read: {e}")))
 }
 
-fn to_json<T: Serialize>(value: &T) -> Result<String> {
+pub(crate) fn to_json<T: Serialize>(value: &T) -> Result<String> {
     serde_json::to_string(value).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))
+}
+
+fn names_of(headers: &[(String, String)]) -> Vec<&str> {
+    headers.iter().map(|header| header.0.as_str()).collect()
 }
 
 pub(crate) fn from_row(row: &Row, keyring: &Keyring) -> Result<Subscription> {
@@ -166,47 +171,43 @@ pub(crate) fn from_row(row: &Row, keyring: &Keyring) -> Result<Subscription> {
         "paused" => SubscriptionStatus::Paused,
         _ => SubscriptionStatus::Disabled,
     };
-    let headers = match row.opt_text(5)? {
-        None => vec![],
-        Some(sealed) => json(&keyring.open(&place("headers", id), &sealed)?)?,
+    let headers = match (row.opt_text(5)?, row.opt_text(12)?) {
+        (Some(names), _) => from_json(&names)?,
+        (None, None) => vec![],
+        (None, Some(sealed)) => open_headers(&keyring.keys(), id, &sealed)
+            .map(|headers| headers.into_iter().map(|header| header.0).collect())
+            .unwrap_or_default(),
     };
-    let stored: Vec<StoredKey> = json(&keyring.open(&place("secrets", id), &row.text(12)?)?)?;
-    let mut keys = Vec::with_capacity(stored.len());
-    for one in stored {
-        let key = Key::parse(&one.key).map_err(Error::database)?;
-        keys.push(SigningKey { key, until: one.until.map(Timestamp::from_micros) });
-    }
     Ok(Subscription {
         id,
         url: row.text(1)?,
-        event_types: json(&row.text(2)?)?,
+        event_types: from_json(&row.text(2)?)?,
         status,
         description: row.opt_text(4)?,
         headers,
         signature: Scheme::parse(&row.text(6)?).unwrap_or_default(),
         max_retry_limit: row.opt_int(7)?.map(|n| n as u32),
-        retry_schedule_sec: row.opt_text(8)?.map(|text| json(&text)).transpose()?,
+        retry_schedule_sec: row.opt_text(8)?.map(|text| from_json(&text)).transpose()?,
         timeout_ms: row.opt_int(9)?.map(|n| n as u32),
         rate_per_sec: row.opt_float(10)?,
         max_in_flight: row.opt_int(11)?.map(|n| n as u32),
-        keys,
         failing_since: row.opt_time(13)?,
         disabled_reason: row.opt_text(14)?,
         created_at: row.time(15)?,
         updated_at: row.time(16)?,
+        version: row.int(17)?,
+        url_version: row.int(18)?,
+        disabled_at: row.opt_time(19)?,
     })
-}
-
-/// The current key first; of the old ones those that still sign.
-fn sealed_keys(keyring: &Keyring, id: i64, keys: &[SigningKey]) -> Result<String> {
-    let stored: Vec<StoredKey> =
-        keys.iter().map(|key| StoredKey { key: key.key.text(), until: key.until.map(Timestamp::micros) }).collect();
-    keyring.seal(&place("secrets", id), &to_json(&stored)?)
 }
 
 impl Webhooks {
     fn check(&self, subscription: &NewSubscription) -> Result<String> {
         let wrong = |what: String| Error::invalid(what);
+        // A parser drops some of these without a word, and another address is left.
+        if subscription.url.chars().any(|c| c.is_control() || c.is_whitespace()) {
+            return Err(Error::invalid("the url has blanks or control characters; write them percent-encoded"));
+        }
         let url = self.0.settings.policy.check_url(&subscription.url).map_err(wrong)?;
         if url.as_str().len() > 2048 {
             return Err(Error::invalid("the url is longer than 2048 characters"));
@@ -226,6 +227,10 @@ impl Webhooks {
         for (name, value) in &subscription.headers {
             check_header(name, value).map_err(wrong)?;
         }
+        let bytes: usize = subscription.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        if bytes > MOST_OF_HEADERS {
+            return Err(Error::invalid(format!("the headers have {bytes} bytes, at most {MOST_OF_HEADERS} are sent")));
+        }
         let bounded = |what: &str, value: Option<f64>, least: f64, most: f64| match value {
             Some(n) if !(least..=most).contains(&n) => {
                 Err(Error::invalid(format!("{what} must be from {least} to {most}, not {n}")))
@@ -244,6 +249,9 @@ impl Webhooks {
         }
         if subscription.description.as_ref().is_some_and(|text| text.len() > 1000) {
             return Err(Error::invalid("the description is longer than 1000 bytes"));
+        }
+        if subscription.description.as_ref().is_some_and(|text| text.contains('\0')) {
+            return Err(Error::invalid("the description contains a NUL character"));
         }
         Ok(url.into())
     }
@@ -278,7 +286,9 @@ impl Webhooks {
         key: Key,
         url: String,
     ) -> Result<Subscription> {
-        let (_, now) = catalog::version(tx).await?;
+        let version = catalog::bump(tx).await?;
+        let keyring = self.sealing(tx).await?;
+        let now = catalog::now(tx).await?;
         let columns = [
             ("url", "text"),
             ("event_types", "text"),
@@ -291,6 +301,9 @@ impl Webhooks {
             ("rate_per_sec", "double precision"),
             ("max_in_flight", "int"),
             ("secrets", "text"),
+            ("header_names", "text"),
+            ("version", "bigint"),
+            ("url_version", "bigint"),
             ("created_at", "timestamptz"),
             ("updated_at", "timestamptz"),
         ];
@@ -307,28 +320,25 @@ impl Webhooks {
             new.rate_per_sec.into(),
             new.max_in_flight.into(),
             "".into(),
+            to_json(&names_of(&new.headers))?.into(),
+            version.into(),
+            version.into(),
             now.into(),
             now.into(),
         ];
-        let id = bulk::insert(tx, "subscriptions", &columns, &[row], true).await?[0];
+        let ids = bulk::insert(tx, "subscriptions", &columns, &[row], true).await?;
+        let id = *ids.first().ok_or_else(|| Error::database("the insert gave no id"))?;
         // Sealed for their row, whose id is known only now.
-        let secrets = sealed_keys(&self.0.keyring, id, &[SigningKey { key, until: None }])?;
-        let headers = self.sealed_headers(id, &new.headers)?;
-        let sql = "UPDATE subscriptions SET secrets = ?, headers = ? WHERE id = ?";
-        tx.execute(sql, &[secrets.into(), headers.into(), id.into()]).await?;
+        let secrets = sealed_keys(&keyring, id, &[SigningKey { key, until: None }])?;
+        let headers = sealed_headers(&keyring, id, &new.headers)?;
+        let text = if tx.dialect() == Dialect::Postgres { "?::text" } else { "?" };
+        let sql = format!("UPDATE subscriptions SET secrets = ?, headers = {text} WHERE id = ?");
+        tx.execute(&sql, &[secrets.into(), headers.into(), id.into()]).await?;
         tx.execute("INSERT INTO subscription_gates (subscription_id) VALUES (?)", &[id.into()]).await?;
-        catalog::bump(tx).await?;
         self.read(tx, id).await?.ok_or_else(|| Error::database("the subscription is gone"))
     }
 
-    fn sealed_headers(&self, id: i64, headers: &[(String, String)]) -> Result<Option<String>> {
-        if headers.is_empty() {
-            return Ok(None);
-        }
-        self.0.keyring.seal(&place("headers", id), &to_json(&headers)?).map(Some)
-    }
-
-    async fn read<T: Tx + ?Sized>(&self, tx: &mut T, id: i64) -> Result<Option<Subscription>> {
+    pub(crate) async fn read<T: Tx + ?Sized>(&self, tx: &mut T, id: i64) -> Result<Option<Subscription>> {
         let sql = format!("SELECT {COLUMNS} FROM subscriptions WHERE id = ?");
         tx.query(&sql, &[id.into()]).await?.first().map(|row| from_row(row, &self.0.keyring)).transpose()
     }
@@ -371,12 +381,14 @@ impl Webhooks {
     }
 
     async fn apply(&self, tx: &mut (dyn Tx + Send), id: i64, patch: Patch) -> Result<Option<Subscription>> {
+        // Changes wait for each other here: what is read now is not changed by another before it is written.
+        let version = catalog::bump(tx).await?;
         let Some(old) = self.read(tx, id).await? else { return Ok(None) };
         let merged = NewSubscription {
-            url: patch.url.unwrap_or(old.url),
+            url: patch.url.unwrap_or_else(|| old.url.clone()),
             event_types: patch.event_types.unwrap_or(old.event_types),
             description: patch.description.unwrap_or(old.description),
-            headers: patch.headers.unwrap_or(old.headers),
+            headers: patch.headers.clone().unwrap_or_default(),
             signature: old.signature,
             max_retry_limit: patch.max_retry_limit.unwrap_or(old.max_retry_limit),
             retry_schedule_sec: patch.retry_schedule_sec.unwrap_or(old.retry_schedule_sec),
@@ -386,16 +398,18 @@ impl Webhooks {
             secret: None,
         };
         let url = self.check(&merged)?;
+        let moved = url != old.url;
         let mut params: Vec<Value> = vec![
             url.into(),
             to_json(&merged.event_types)?.into(),
             merged.description.into(),
-            self.sealed_headers(id, &merged.headers)?.into(),
             merged.max_retry_limit.into(),
             merged.retry_schedule_sec.as_ref().map(to_json).transpose()?.into(),
             merged.timeout_ms.into(),
             merged.rate_per_sec.into(),
             merged.max_in_flight.into(),
+            version.into(),
+            (if moved { version } else { old.url_version }).into(),
         ];
         let now = tx.now().plus(0, &mut params);
         params.push(id.into());
@@ -403,11 +417,26 @@ impl Webhooks {
         let cast = |kind: &'static str| if postgres { format!("?::{kind}") } else { "?".to_owned() };
         let (int, float, text) = (cast("int"), cast("float8"), cast("text"));
         let sql = format!(
-            "UPDATE subscriptions SET url = ?, event_types = ?, description = {text}, headers = {text}, max_retry_limit = {int},
-                    retry_schedule = {text}, timeout_ms = {int}, rate_per_sec = {float}, max_in_flight = {int}, updated_at = {now} WHERE id = ?"
+            "UPDATE subscriptions SET url = ?, event_types = ?, description = {text}, max_retry_limit = {int}, retry_schedule = {text},
+                    timeout_ms = {int}, rate_per_sec = {float}, max_in_flight = {int}, version = ?, url_version = ?, updated_at = {now} WHERE id = ?"
         );
         tx.execute(&sql, &params).await?;
-        catalog::bump(tx).await?;
+        if let Some(headers) = &patch.headers {
+            let sealed = match headers.is_empty() {
+                true => None,
+                false => sealed_headers(&*self.sealing(tx).await?, id, headers)?,
+            };
+            let names = to_json(&names_of(headers))?;
+            let sql = format!("UPDATE subscriptions SET headers = {text}, header_names = ? WHERE id = ?");
+            tx.execute(&sql, &[sealed.into(), names.into(), id.into()]).await?;
+        }
+        // Another receiver starts anew: what the old one asked for or failed at is not its own. Whatever is parked is
+        // looked at, once: limits may have changed.
+        let sql = match moved {
+            true => FRESH_GATE,
+            false => "UPDATE subscription_gates SET parked = 1 WHERE subscription_id = ?",
+        };
+        tx.execute(sql, &[id.into()]).await?;
         self.read(tx, id).await
     }
 
@@ -416,11 +445,12 @@ impl Webhooks {
         let gone = self
             .transact(Mode::Write, move |tx| {
                 Box::pin(async move {
+                    let version = catalog::bump(tx).await?;
                     let gone = tx.execute("DELETE FROM subscriptions WHERE id = ?", &[id.into()]).await? == 1;
+                    catalog::mark_deletion(tx, version).await?;
                     // Its gate stays until what is parked there is buried.
                     tx.execute("UPDATE subscription_gates SET parked = 1 WHERE subscription_id = ?", &[id.into()])
                         .await?;
-                    catalog::bump(tx).await?;
                     Ok(gone)
                 })
             })
@@ -430,147 +460,84 @@ impl Webhooks {
         Ok(gone)
     }
 
-    /// Holds a subscription: events go on being taken in for it, nothing is sent.
+    /// Holds a subscription: events go on being taken in for it, nothing is sent. One that is disabled stays so.
     pub async fn pause(&self, id: i64) -> Result<Option<Subscription>> {
-        self.set_status(id, SubscriptionStatus::Paused, None).await
+        self.set_status(id, SubscriptionStatus::Paused).await
     }
 
-    /// Lets it go again, from a pause or after it was disabled.
+    /// Lets it go again, from a pause or after it was disabled. What its receiver failed at or asked for before is
+    /// forgotten.
     pub async fn resume(&self, id: i64) -> Result<Option<Subscription>> {
-        let resumed = self.set_status(id, SubscriptionStatus::Active, None).await?;
-        self.wake_jobs(id).await?;
+        let resumed = self.set_status(id, SubscriptionStatus::Active).await?;
+        // Jobs that met the pause were put off; they are due again.
+        self.wake_deferred(Some(id)).await?;
         Ok(resumed)
     }
 
-    /// Disables it for a reason; what waits for it is dead-lettered by the orchestrator.
-    pub(crate) async fn disable(&self, id: i64, reason: &str) -> Result<Option<Subscription>> {
-        self.set_status(id, SubscriptionStatus::Disabled, Some(reason.to_owned())).await
-    }
-
-    async fn set_status(
-        &self,
-        id: i64,
-        status: SubscriptionStatus,
-        reason: Option<String>,
-    ) -> Result<Option<Subscription>> {
+    async fn set_status(&self, id: i64, status: SubscriptionStatus) -> Result<Option<Subscription>> {
         let webhooks = self.clone();
         let changed = self
             .transact(Mode::Write, move |tx| {
-                let (webhooks, reason) = (webhooks.clone(), reason.clone());
+                let webhooks = webhooks.clone();
                 Box::pin(async move {
-                    let mut params: Vec<Value> = vec![status.as_str().into(), reason.into()];
+                    let version = catalog::bump(tx).await?;
+                    let Some(old) = webhooks.read(tx, id).await? else { return Ok(None) };
+                    if old.status == SubscriptionStatus::Disabled && status == SubscriptionStatus::Paused {
+                        return Ok(Some(old));
+                    }
+                    let mut params: Vec<Value> = vec![status.as_str().into(), version.into()];
                     let now = tx.now().plus(0, &mut params);
                     params.push(id.into());
-                    let text = if tx.dialect() == Dialect::Postgres { "?::text" } else { "?" };
                     let sql = format!(
-                        "UPDATE subscriptions SET status = ?, disabled_reason = {text}, failing_since = NULL, updated_at = {now} WHERE id = ?"
+                        "UPDATE subscriptions SET status = ?, disabled_reason = NULL, disabled_at = NULL, failing_since = NULL, version = ?, updated_at = {now} WHERE id = ?"
                     );
                     tx.execute(&sql, &params).await?;
-                    // Whatever is parked is looked at, once.
-                    let gate = "UPDATE subscription_gates SET parked = 1, failures = 0, held_until = NULL WHERE subscription_id = ?";
-                    tx.execute(gate, &[id.into()]).await?;
-                    catalog::bump(tx).await?;
+                    tx.execute(FRESH_GATE, &[id.into()]).await?;
                     webhooks.read(tx, id).await
                 })
             })
             .await?;
+        self.note_hold(id, None);
         self.doubt();
         self.ring();
         Ok(changed)
     }
 
-    /// Jobs that met the pause were put off; they are due again.
-    async fn wake_jobs(&self, id: i64) -> Result<()> {
-        let keys = self
-            .transact(Mode::Read, move |tx| {
-                Box::pin(async move {
-                    let sql = "SELECT id FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = 'InProgress' LIMIT 100000";
-                    let rows = tx.query(sql, &[id.into()]).await?;
-                    rows.iter().map(|row| Ok(format!("saga:{}", row.int(0)?))).collect::<Result<Vec<String>>>()
-                })
-            })
-            .await?;
-        for part in keys.chunks(500) {
-            self.0.outbox.wake(LANE, part.to_vec()).await?;
+    /// Disables it for a reason, in this transaction; what waits for it is dead-lettered by the orchestrator. Answers
+    /// whether it was not disabled before.
+    pub(crate) async fn disable_in(&self, tx: &mut (dyn Tx + Send), id: i64, reason: &str) -> Result<bool> {
+        let version = catalog::bump(tx).await?;
+        let mut params: Vec<Value> = vec![reason.into(), version.into()];
+        let (at, now) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+        params.push(id.into());
+        let sql = format!(
+            "UPDATE subscriptions SET status = 'disabled', disabled_reason = ?, version = ?, disabled_at = {at}, updated_at = {now} WHERE id = ? AND status <> 'disabled'"
+        );
+        let disabled = tx.execute(&sql, &params).await? == 1;
+        if disabled {
+            // Whatever is parked is looked at, once.
+            tx.execute(FRESH_GATE, &[id.into()]).await?;
         }
-        Ok(())
-    }
-
-    /// A new key signs from now on; the old one goes on signing beside it for `overlap`. Answers what to verify with.
-    pub async fn rotate_secret(
-        &self,
-        id: i64,
-        secret: Option<String>,
-        overlap: Duration,
-    ) -> Result<Option<(Subscription, String)>> {
-        let given = secret.as_deref().map(Key::parse).transpose().map_err(Error::invalid)?;
-        let webhooks = self.clone();
-        let rotated = self
-            .transact(Mode::Write, move |tx| {
-                let (webhooks, given) = (webhooks.clone(), given.clone());
-                Box::pin(async move {
-                    let Some(old) = webhooks.read(tx, id).await? else { return Ok(None) };
-                    let key = given.unwrap_or_else(|| Key::generate(old.signature));
-                    if key.scheme() != old.signature {
-                        return Err(Error::invalid("the secret is of another kind than the subscription's signature"));
-                    }
-                    let (_, now) = catalog::version(tx).await?;
-                    let until = now.plus(overlap);
-                    let mut keys = vec![SigningKey { key: key.clone(), until: None }];
-                    keys.extend(old.keys.into_iter().filter_map(|old| {
-                        let until = old.until.map_or(until, |end| end.min(until));
-                        (until > now).then_some(SigningKey { key: old.key, until: Some(until) })
-                    }));
-                    keys.truncate(4);
-                    let sealed = sealed_keys(&webhooks.0.keyring, id, &keys)?;
-                    let sql = "UPDATE subscriptions SET secrets = ?, updated_at = ? WHERE id = ?";
-                    tx.execute(sql, &[sealed.into(), now.into(), id.into()]).await?;
-                    catalog::bump(tx).await?;
-                    let subscription = webhooks.read(tx, id).await?;
-                    Ok(subscription.map(|subscription| (subscription, key.verifier())))
-                })
-            })
-            .await?;
-        self.doubt();
-        Ok(rotated)
-    }
-
-    /// Brings secrets that an older key of the keyring sealed over to the current one; answers how many.
-    pub async fn reseal(&self) -> Result<usize> {
-        let webhooks = self.clone();
-        self.transact(Mode::Write, move |tx| {
-            let webhooks = webhooks.clone();
-            Box::pin(async move {
-                let keyring = &webhooks.0.keyring;
-                let mut resealed = 0;
-                for row in tx.query("SELECT id, secrets, headers FROM subscriptions ORDER BY id", &[]).await? {
-                    let (id, secrets, headers) = (row.int(0)?, row.text(1)?, row.opt_text(2)?);
-                    if !keyring.is_old(&secrets) && !headers.as_ref().is_some_and(|h| keyring.is_old(h)) {
-                        continue;
-                    }
-                    let again = |column: &str, sealed: &str| {
-                        keyring.seal(&place(column, id), &keyring.open(&place(column, id), sealed)?)
-                    };
-                    let secrets = again("secrets", &secrets)?;
-                    let headers = headers.map(|headers| again("headers", &headers)).transpose()?;
-                    let text = if tx.dialect() == Dialect::Postgres { "?::text" } else { "?" };
-                    let sql = format!("UPDATE subscriptions SET secrets = ?, headers = {text} WHERE id = ?");
-                    tx.execute(&sql, &[secrets.into(), headers.into(), id.into()]).await?;
-                    resealed += 1;
-                }
-                Ok(resealed)
-            })
-        })
-        .await
+        Ok(disabled)
     }
 }
+
+/// A gate that remembers nothing of its receiver, and is looked at.
+const FRESH_GATE: &str = "UPDATE subscription_gates SET parked = 1, failures = 0, held_until = NULL, failing_from = NULL, failed_at = NULL, spell_at = NULL, spells = 0 WHERE subscription_id = ?";
 
 fn check_header(name: &str, value: &str) -> Result<(), String> {
     let lower = name.to_ascii_lowercase();
     if http::HeaderName::from_bytes(name.as_bytes()).is_err() || http::HeaderValue::from_str(value).is_err() {
         return Err(format!("`{}` is no header that can be sent", name.chars().take(80).collect::<String>()));
     }
-    if RESERVED.contains(&lower.as_str()) || lower.starts_with("proxy-") || lower.starts_with("webhook-") {
+    if value.len() > MOST_VALUE {
+        return Err(format!("the value of the header {name} is longer than {MOST_VALUE} bytes"));
+    }
+    if RESERVED.contains(&lower.as_str())
+        || lower.starts_with("proxy-")
+        || lower.starts_with("webhook-")
+        || lower.starts_with("postrider-")
+    {
         return Err(format!("the header {name} is not yours to set"));
     }
     Ok(())

@@ -29,7 +29,8 @@ async fn look(config: &Config, rules: &GateRules) -> Result<Verdict> {
     // What became of it is for the gate to tell.
     let _ = writes::probe(&outbox).await;
     let memories = config.memory.as_ref().map(|_| parts::memories(config, &outbox)).transpose()?;
-    Ok(Gate::new(outbox, memories).look(rules).await)
+    let webhooks = parts::webhooks(config, &outbox).await?;
+    Ok(Gate::new(outbox, memories).with_webhooks(webhooks).look(rules).await)
 }
 
 fn shown(verdict: &Verdict) -> String {

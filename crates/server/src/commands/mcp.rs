@@ -30,7 +30,8 @@ pub async fn run(config: &Config, _: Output) -> Result<Ending> {
         let worker = tokio::spawn(worker.run(async move { drop(over.wait_for(|stop| *stop).await) }));
         tending = Some((worker, tend(memories, true, stopped)));
     }
-    crate::gate::warn(&Gate::new(outbox.clone(), parts.memories.clone()), &config.gate);
+    let gate = Gate::new(outbox.clone(), parts.memories.clone()).with_webhooks(parts.webhooks.clone());
+    crate::gate::warn(&gate, &config.gate);
     let signal = crate::signals::stop_signal()?;
     let server = Server { tools, caller: Some(Caller::local()) };
     let conversation = async {

@@ -202,7 +202,11 @@ async fn replay(webhooks: &Webhooks, args: ReplayArgs, output: Output) -> Result
     };
     let missing = || Failure::failed(format!("there is no subscription {}", args.subscription));
     let count = webhooks.count_replay(wanted.clone()).await?.ok_or_else(missing)?;
-    let mut shown: BTreeMap<&str, Value> = BTreeMap::from([("count", json!(count))]);
+    let mut shown: BTreeMap<&str, Value> = BTreeMap::from([("count", json!(count.count))]);
+    if count.at_least {
+        shown.insert("count_at_least", json!(true));
+    }
+    let count = if count.at_least { format!("at least {}", count.count) } else { count.count.to_string() };
     if !args.dry_run {
         let replay = webhooks.replay(wanted).await?.ok_or_else(missing)?;
         shown.insert("replay_id", json!(replay.id));

@@ -199,7 +199,7 @@ const SECTIONS: &[Section] = &[
         keys: &[Key(
             "key",
             "`\"file:postrider.key\"`",
-            "Where the key is kept: lines of `ID:BASE64` (32 bytes each), the first encrypts. A file that is not there is made. To rotate, put a new line in front and run `postrider webhooks reseal`.",
+            "Where the key is kept: lines of `ID:BASE64` (32 bytes each), the first encrypts. A file that is not there is made by the first process on the database that needs it; whoever else does not hold it answers 503 `SECRETS_KEY_MISSING` for what needs it and fails its health. To rotate, put a new line in front and run `postrider webhooks reseal`.",
         )],
     },
     Section {

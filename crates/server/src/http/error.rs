@@ -78,12 +78,16 @@ impl From<postrider::Error> for Refusal {
         writes::note_failure(&error);
         if error.effect == Effect::Unknown {
             tracing::warn!(%error, "a write without an answer");
-            let message = "whether it was written is unknown: the database was lost before it answered. With an Idempotency-Key it is safe to send it again";
+            let message = "whether it was written is unknown: the database was lost before it answered. Sent again with the same key (Idempotency-Key, or an event's external_id) it is not written twice; without one look first";
             return Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN", message);
         }
         // What the caller did wrong is said; what a database says may hold data, so it goes to the log alone.
         match error.kind {
             Kind::Invalid => Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_MESSAGE", error.message),
+            Kind::KeyMissing => {
+                tracing::error!(%error, "what needs the key for secrets cannot be done");
+                Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "SECRETS_KEY_MISSING", error.message)
+            }
             Kind::UnknownLane => Refusal::new(StatusCode::NOT_FOUND, "UNKNOWN_LANE", error.message),
             Kind::LaneOwned => Refusal::new(StatusCode::CONFLICT, "LANE_OWNED", error.message),
             Kind::Conflict => {

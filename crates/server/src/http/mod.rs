@@ -119,6 +119,7 @@ impl App {
             bytes: |_: &NewOrder| 512,
             repeatable: |_| true,
         };
+        let gate = Gate::new(outbox.clone(), memories.clone()).with_webhooks(webhooks.clone());
         Arc::new(App {
             tokens: Tokens::new(outbox.clone()),
             live: Live::new(outbox.clone(), memories.clone()),
@@ -126,7 +127,7 @@ impl App {
             outbox,
             webhooks,
             orders,
-            gate: Gate::new(tools.outbox.clone(), memories.clone()),
+            gate,
             gate_rules,
             memories,
             mcp: memory::mcp_service(tools.clone()),
@@ -314,7 +315,10 @@ async fn frame(mut request: Request, next: Next) -> Response {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = if too_large(&request) {
+    let mut response = if has_nul(&request) {
+        // No text of ours has one, and only some databases could even be asked.
+        Refusal::invalid("the address contains a NUL character (%00)").into_response()
+    } else if too_large(&request) {
         // Not one byte of it is waited for.
         let what = format!("the body is larger than the {MOST_BODY} bytes this server takes");
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE", what).into_response()
@@ -329,6 +333,10 @@ async fn frame(mut request: Request, next: Next) -> Response {
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+fn has_nul(request: &Request) -> bool {
+    request.uri().path_and_query().is_some_and(|address| address.as_str().contains("%00"))
 }
 
 fn too_large(request: &Request) -> bool {

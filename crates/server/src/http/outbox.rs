@@ -9,7 +9,7 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
 use axum::extract::{Extension, Path, Query, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use postrider::message::{check_lane_name, hex, sha256};
 use postrider::store::{Attempt, Filter, Requeued, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
@@ -193,6 +193,12 @@ impl BatchMessage {
         message.active_key = self.active_key;
         message.delay = self.delay.as_deref().map(parse_duration).transpose()?.unwrap_or(Duration::ZERO);
         message.deliver_before = self.deliver_before.as_deref().map(Timestamp::from_str).transpose()?;
+        for (name, value) in &self.headers {
+            if HeaderName::from_bytes(name.as_bytes()).is_err() || HeaderValue::from_bytes(value.as_bytes()).is_err() {
+                let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+                return Err(format!("the header `{shown}` cannot be sent: its name or its value is none of a header"));
+            }
+        }
         message.headers = self.headers.into_iter().collect();
         Ok(message)
     }

@@ -323,7 +323,7 @@ fn reference(description: &Value) -> String {
          whose errors are flat. Every answer carries `X-Correlation-ID`. Lists are `{\"items\":[…],\"next_cursor\":…}`.\n\n\
          Besides what is told with each route any may answer 400 `INVALID_REQUEST`, 401 `UNAUTHORIZED`, 403 `FORBIDDEN`, 404 \
          `NOT_FOUND` or `UNKNOWN_LANE`, 408 `TIMEOUT`, 413 `PAYLOAD_TOO_LARGE`, 415 `UNSUPPORTED_MEDIA_TYPE`, 422 \
-         `INVALID_MESSAGE`, 500 `INTERNAL`, and 503 `STORE_UNAVAILABLE` or `OUTCOME_UNKNOWN` with `Retry-After`.\n\n\
+         `INVALID_MESSAGE`, 500 `INTERNAL`, and 503 `STORE_UNAVAILABLE`, `OUTCOME_UNKNOWN` or `SECRETS_KEY_MISSING` with `Retry-After`.\n\n\
          Not in the description, as its answer never ends: `GET /v1/live` (scope `read`) streams how things go as server-sent \
          events `sample`, with the fields of `Sample`. `GET /` is the dashboard, `GET /docs` a page like this one.\n",
     );

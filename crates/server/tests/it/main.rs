@@ -31,5 +31,6 @@ mod telemetry;
 mod terminal;
 mod tls;
 mod top;
+mod webhook_fleet;
 mod webhooks;
 mod worker;

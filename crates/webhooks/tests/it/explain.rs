@@ -35,6 +35,8 @@ fn with_values(sql: &str, time: &str, far: &str) -> String {
     let mut sql = sql.to_owned();
     for (mark, value) in [
         ("subscription_id = ?", "subscription_id = 7"),
+        ("subscription_id > ?", "subscription_id > 0"),
+        ("id > ?", "id > 0"),
         ("status = ?", "status = 'PendingRetry'"),
         ("next_attempt_at <= ?", &format!("next_attempt_at <= {time}")),
         ("next_attempt_at = ?", &format!("next_attempt_at = {far}")),

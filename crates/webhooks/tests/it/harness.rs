@@ -72,14 +72,30 @@ pub const KEY: &str = "test:MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
 
 /// Webhooks on a database, as another process would have them.
 pub async fn open(url: &str, settings: Settings) -> (Webhooks, Outbox) {
+    open_with(url, settings, Keyring::parse(KEY).unwrap()).await
+}
+
+/// The same with keys of its own.
+pub async fn open_with(url: &str, settings: Settings, keyring: Keyring) -> (Webhooks, Outbox) {
+    let (webhooks, outbox) = unmigrated(url, settings, keyring).await;
+    outbox.migrate().await.unwrap();
+    (webhooks().await, outbox)
+}
+
+/// By somebody who may not migrate.
+pub async fn open_migrated(url: &str, settings: Settings) -> (Webhooks, Outbox) {
+    let (webhooks, outbox) = unmigrated(url, settings, Keyring::parse(KEY).unwrap()).await;
+    (webhooks().await, outbox)
+}
+
+async fn unmigrated(url: &str, settings: Settings, keyring: Keyring) -> (impl AsyncFnOnce() -> Webhooks, Outbox) {
     let reports = Reports::default();
     let lanes = Lanes::new().with(LANE, lane_rules(&reports)).with("alerts", LaneRules::default());
     let options = Options { migrations: MIGRATIONS.to_vec(), ..Options::default() };
     let outbox = Outbox::new(stores::open(url, lanes, options).await.unwrap());
-    outbox.migrate().await.unwrap();
     let alerts = Alerts::new(outbox.clone(), "alerts", secs(300));
-    let keyring = Keyring::parse(KEY).unwrap();
-    let webhooks = Webhooks::new(outbox.clone(), settings, keyring, reports, Some(alerts)).await.unwrap();
+    let made = outbox.clone();
+    let webhooks = async move || Webhooks::new(made, settings, keyring, reports, Some(alerts)).await.unwrap();
     (webhooks, outbox)
 }
 
@@ -145,15 +161,25 @@ impl Home {
 
 pub struct Working(watch::Sender<bool>);
 
-pub fn work(webhooks: &Webhooks, outbox: &Outbox) -> Working {
+async fn until(mut stopped: watch::Receiver<bool>) {
+    drop(stopped.wait_for(|stop| *stop).await)
+}
+
+/// A worker alone.
+pub fn worker(webhooks: &Webhooks, outbox: &Outbox) -> Working {
     let (stop, stopped) = watch::channel(false);
-    let wait = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let settings = LaneSettings { poll: Duration::from_millis(50), ..lane_settings() };
     let worker = Worker::new(outbox.clone()).lane_with(settings, Arc::new(webhooks.courier()));
-    tokio::spawn(worker.run(wait(stopped.clone())));
-    let webhooks = webhooks.clone();
-    tokio::spawn(async move { webhooks.orchestrate(wait(stopped)).await });
+    tokio::spawn(worker.run(until(stopped)));
     Working(stop)
+}
+
+pub fn work(webhooks: &Webhooks, outbox: &Outbox) -> Working {
+    let working = worker(webhooks, outbox);
+    let stopped = working.0.subscribe();
+    let webhooks = webhooks.clone();
+    tokio::spawn(async move { webhooks.orchestrate(until(stopped)).await });
+    working
 }
 
 impl Drop for Working {

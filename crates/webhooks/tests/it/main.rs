@@ -5,6 +5,7 @@
 
 mod delivering;
 mod explain;
+mod fleet;
 mod harness;
 mod hostile;
 mod looking;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use postrider_webhooks::{DeadLetterFilter, NewEvent, NewReplay, Requeued};
+use postrider_webhooks::{Counted, DeadLetterFilter, NewEvent, NewReplay, Patch, Requeued};
 
 use crate::harness::{Home, on_every_store, open, settings, wait_until, work};
 use crate::receiver::{Receiver, status_line};
@@ -21,6 +21,12 @@ on_every_store!(
     what_is_old_is_pruned,
     one_that_only_fails_is_disabled,
     what_another_process_remembers_gives_up_nothing,
+    silence_disables_nobody,
+    what_is_published_to_one_disabled_by_itself_is_kept,
+    an_old_answer_says_nothing_of_a_new_receiver,
+    a_limit_lowered_meanwhile_holds_at_the_gate_too,
+    a_replay_leaves_alone_what_is_under_way,
+    after_a_rest_a_few_try_it,
 );
 
 async fn a_result_that_comes_twice_changes_nothing(home: Home) {
@@ -108,9 +114,21 @@ async fn one_live_job_per_saga(home: Home) {
     let (_, sagas) = home.publish("a", "x").await;
     // As if a saga had been put back by hand while its job is live: no second job is made.
     home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {}", sagas[0])).await;
-    assert!(home.webhooks.pass().await.is_err(), "it says so");
-    assert_eq!(home.count("outbox WHERE lane = 'webhooks'").await, 1);
-    assert_eq!(home.status(sagas[0]).await, "Pending", "and changes nothing");
+    let (_, others) = home.publish("a", "y").await;
+    home.rows(&format!("DELETE FROM outbox WHERE active_key = 'saga:{}'", others[0])).await;
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {}", others[0])).await;
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.status(sagas[0]).await, "InProgress", "as its job says");
+    assert_eq!(home.count(&format!("outbox WHERE active_key = 'saga:{}'", sagas[0])).await, 1);
+    assert_eq!(
+        home.count(&format!("outbox WHERE active_key = 'saga:{}'", others[0])).await,
+        1,
+        "it is in nobody's way"
+    );
+    let _working = home.work();
+    home.ends(sagas[0], "Completed").await;
+    home.ends(others[0], "Completed").await;
+    assert_eq!(receiver.got().len(), 2);
 }
 
 async fn publish_many(home: &Home, n: usize) {
@@ -201,7 +219,8 @@ async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
         event_types: Some(vec!["order.paid".into()]),
         statuses: Some(vec!["Completed".into()]),
     };
-    assert_eq!(home.webhooks.count_replay(wanted.clone()).await.unwrap(), Some(10));
+    let counted = |count| Some(Counted { count, at_least: false });
+    assert_eq!(home.webhooks.count_replay(wanted.clone()).await.unwrap(), counted(10));
     assert_eq!(receiver.got().len(), 30, "counting sends nothing");
     let replay = home.webhooks.replay(wanted.clone()).await.unwrap().unwrap();
     wait_until("they came again", async || receiver.got().len() == 40).await;
@@ -210,7 +229,11 @@ async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
     assert_eq!(home.webhooks.replay_of(replay.id).await.unwrap().unwrap().count, 10);
     assert_eq!(home.count("webhook_delivery_sagas WHERE generation = 1").await, 10);
     let never = NewReplay { statuses: Some(vec!["DeadLettered".into()]), ..wanted.clone() };
-    assert_eq!(home.webhooks.count_replay(never).await.unwrap(), Some(0));
+    assert_eq!(home.webhooks.count_replay(never).await.unwrap(), counted(0));
+    for wrong in [vec![], vec!["a b".to_owned()]] {
+        let wrong = NewReplay { event_types: Some(wrong), ..wanted.clone() };
+        assert_eq!(home.webhooks.replay(wrong).await.unwrap_err().kind, postrider::error::Kind::Invalid);
+    }
     let backwards = NewReplay { to: wanted.from, ..wanted.clone() };
     assert!(home.webhooks.count_replay(backwards).await.is_err());
     let nobody = NewReplay { subscription_id: 99, ..wanted.clone() };
@@ -286,6 +309,7 @@ async fn one_that_only_fails_is_disabled(home: Home) {
     let (webhooks, outbox) = open(&home.url, impatient).await;
     let _working = work(&webhooks, &outbox);
     home.publish("a", "x").await;
+    home.publish("a", "y").await;
     let status = async |id| home.webhooks.subscription(id).await.unwrap().unwrap().status;
     wait_until("the sick one is disabled", async || status(sick.id).await.as_str() == "disabled").await;
     assert_eq!(status(healthy.id).await.as_str(), "active");
@@ -308,4 +332,151 @@ async fn what_another_process_remembers_gives_up_nothing(home: Home) {
     home.ends(next[0], "PendingRetry").await;
     let (saga, ..) = home.webhooks.saga(next[0]).await.unwrap().unwrap();
     assert_eq!(saga.final_error_code.as_deref(), Some("HTTP_500"), "and so does the courier");
+}
+
+async fn silence_disables_nobody(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    let (subscription, _) = home.subscribe(&receiver.url, &["*"]).await;
+    let impatient = postrider_webhooks::Settings { disable_after: Duration::from_secs(2), ..settings() };
+    let (webhooks, outbox) = open(&home.url, impatient).await;
+    let _working = work(&webhooks, &outbox);
+    let (_, sagas) = home.publish("a", "x").await;
+    home.ends(sagas[0], "DeadLettered").await;
+    // It has failed, and nothing was sent since; much longer than the limit, as far as the database knows.
+    let ago = if home.url.starts_with("sqlite") { "99000000" } else { "INTERVAL '99' SECOND" };
+    let columns = ["failing_from", "failed_at", "spell_at"].map(|column| format!("{column} = {column} - {ago}"));
+    home.rows(&format!("UPDATE subscription_gates SET {}", columns.join(", "))).await;
+    wait_until("its health was looked at", async || {
+        home.webhooks.subscription(subscription.id).await.unwrap().unwrap().failing_since.is_some()
+    })
+    .await;
+    tokio::time::sleep(Duration::from_secs(6)).await; // and once more
+    assert_eq!(home.webhooks.subscription(subscription.id).await.unwrap().unwrap().status.as_str(), "active");
+}
+
+async fn what_is_published_to_one_disabled_by_itself_is_kept(home: Home) {
+    let gone = Receiver::start(|got, _| status_line(if got.body == b"bad" { 410 } else { 200 }, "")).await;
+    let (automatic, _) = home.subscribe(&gone.url, &["a"]).await;
+    let (by_hand, _) = home.subscribe(&gone.url, &["b"]).await;
+    let _working = home.work();
+    let (_, sagas) = home.publish("a", "bad").await;
+    home.ends(sagas[0], "DeadLettered").await;
+    let status = async |id| home.webhooks.subscription(id).await.unwrap().unwrap().status;
+    wait_until("it is disabled", async || status(automatic.id).await.as_str() == "disabled").await;
+    let version = "(SELECT value FROM webhook_state WHERE name = 'subscription_rows')";
+    home.rows("UPDATE webhook_state SET value = value + 1 WHERE name IN ('subscriptions', 'subscription_rows')").await;
+    home.rows(&format!("UPDATE subscriptions SET status = 'disabled', version = {version} WHERE id = {}", by_hand.id))
+        .await;
+    let (_, kept) = home.publish("a", "later").await;
+    home.ends(kept[0], "DeadLettered").await;
+    let (saga, _, attempts) = home.webhooks.saga(kept[0]).await.unwrap().unwrap();
+    assert_eq!((saga.final_error_code.as_deref(), attempts.len()), (Some("SUBSCRIPTION_DISABLED"), 0));
+    assert_eq!(home.publish("b", "x").await.1, Vec::<i64>::new(), "one disabled by hand gets nothing");
+    // Pausing what is disabled does not route to it again.
+    assert_eq!(home.webhooks.pause(automatic.id).await.unwrap().unwrap().status.as_str(), "disabled");
+    home.webhooks.resume(automatic.id).await.unwrap();
+    let letters = home.webhooks.dead_letters(DeadLetterFilter::default(), None, 10).await.unwrap().items;
+    let letter = letters.iter().find(|letter| letter.saga_id == kept[0]).unwrap();
+    let Requeued::Created(again) = home.webhooks.requeue(letter.id).await.unwrap() else { panic!("not requeued") };
+    home.ends(again, "Completed").await;
+}
+
+async fn an_old_answer_says_nothing_of_a_new_receiver(home: Home) {
+    let receiver =
+        Receiver::start(|got, _| status_line(if got.path == "/hook/old" { 429 } else { 200 }, "retry-after: 3600\r\n"))
+            .await;
+    let (subscription, _) = home
+        .subscribe_with(&format!("{}/old", receiver.url), &["*"], |s| s.retry_schedule_sec = Some(vec![0.05]))
+        .await;
+    let (_, under_way) = home.publish("a", "1").await;
+    // Its result comes after the URL was corrected.
+    let patch = Patch { url: Some(format!("{}/new", receiver.url)), ..Patch::default() };
+    home.webhooks.change(subscription.id, patch).await.unwrap();
+    let now = if home.url.starts_with("sqlite") { "1" } else { "CURRENT_TIMESTAMP" };
+    let result = |job: i64, saga: i64, attempt: i64| {
+        format!(
+            "INSERT INTO webhook_results (job_id, saga_id, attempt, success, error_code, at, sent_version) VALUES ({job}, {saga}, {attempt}, 0, 'HTTP_410', {now}, 1)"
+        )
+    };
+    home.rows("DELETE FROM outbox WHERE lane = 'webhooks'").await;
+    home.rows(&result(9001, under_way[0], 1)).await;
+    // And one that moves nothing, of a saga that is elsewhere by now.
+    home.rows(&result(9002, under_way[0], 7).replace(", 1)", ", NULL)")).await;
+    home.webhooks.pass().await.unwrap();
+    let found = home.webhooks.subscription(subscription.id).await.unwrap().unwrap();
+    assert_eq!(found.status.as_str(), "active", "neither disables the new one");
+    assert_eq!(home.count("subscription_gates WHERE failures > 0").await, 0);
+    // What the old receiver asked for does not hold up the new one either.
+    let back = Patch { url: Some(format!("{}/old", receiver.url)), ..Patch::default() };
+    home.webhooks.change(subscription.id, back).await.unwrap();
+    let _working = home.work();
+    let (_, waits) = home.publish("a", "2").await;
+    home.ends(waits[0], "PendingRetry").await;
+    let patch = Patch { url: Some(format!("{}/new", receiver.url)), ..Patch::default() };
+    home.webhooks.change(subscription.id, patch).await.unwrap();
+    let (_, next) = home.publish("a", "3").await;
+    home.ends(next[0], "Completed").await;
+}
+
+async fn a_limit_lowered_meanwhile_holds_at_the_gate_too(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    let (subscription, _) = home
+        .subscribe_with(&receiver.url, &["*"], |s| {
+            (s.max_in_flight, s.max_retry_limit) = (Some(5), Some(50));
+            s.retry_schedule_sec = Some(vec![3600.0]);
+        })
+        .await;
+    let working = home.work();
+    let (_, sagas) = home.publish("a", "x").await;
+    home.ends(sagas[0], "PendingRetry").await;
+    drop(working);
+    let far = if home.url.starts_with("sqlite") { "253402214400000000" } else { "'9999-12-31 00:00:00'" };
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET next_attempt_at = {far}")).await;
+    let patch = Patch { max_retry_limit: Some(Some(1)), ..Patch::default() };
+    home.webhooks.change(subscription.id, patch).await.unwrap();
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.status(sagas[0]).await, "DeadLettered");
+    assert_eq!(receiver.got().len(), 1, "and nothing is sent for it");
+}
+
+async fn a_replay_leaves_alone_what_is_under_way(home: Home) {
+    let receiver = Receiver::start(|_, nth| status_line(if nth == 0 { 500 } else { 200 }, "")).await;
+    let (subscription, _) =
+        home.subscribe_with(&receiver.url, &["*"], |s| s.retry_schedule_sec = Some(vec![2.0])).await;
+    let _working = home.work();
+    let (_, waits) = home.publish("a", "1").await;
+    home.ends(waits[0], "PendingRetry").await;
+    let (_, done) = home.publish("a", "2").await;
+    home.ends(done[0], "Completed").await;
+    let wanted = NewReplay {
+        subscription_id: subscription.id,
+        from: "2000-01-01T00:00:00Z".parse().unwrap(),
+        to: "2100-01-01T00:00:00Z".parse().unwrap(),
+        event_types: None,
+        statuses: None,
+    };
+    let replay = home.webhooks.replay(wanted).await.unwrap().unwrap();
+    wait_until("it is done", async || home.webhooks.replay_of(replay.id).await.unwrap().unwrap().status == "done")
+        .await;
+    home.ends(waits[0], "Completed").await;
+    wait_until("all have ended", async || home.count("webhook_delivery_sagas WHERE status <> 'Completed'").await == 0)
+        .await;
+    let firsts = receiver.got().iter().filter(|got| got.body == b"1").count();
+    assert_eq!((firsts, receiver.got().len()), (2, 4), "one retry of the first, one replay of the second");
+}
+
+async fn after_a_rest_a_few_try_it(home: Home) {
+    let receiver = Receiver::start(|_, _| status_line(500, "")).await;
+    let (subscription, _) = home.subscribe_with(&receiver.url, &["*"], |s| s.max_retry_limit = Some(1)).await;
+    publish_many(&home, 200).await;
+    home.rows("DELETE FROM outbox WHERE lane = 'webhooks'").await;
+    let due = if home.url.starts_with("sqlite") { "1" } else { "'2020-01-01 00:00:00'" };
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET status = 'Pending', next_attempt_at = {due}")).await;
+    // It has only failed, and its rest has just ended.
+    home.rows(&format!("UPDATE subscription_gates SET failures = 40, held_until = {due}")).await;
+    let (webhooks, _) = open(&home.url, settings()).await;
+    webhooks.pass().await.unwrap();
+    let under_way = home.count("webhook_delivery_sagas WHERE status = 'InProgress'").await;
+    assert!((1..=8).contains(&under_way), "{under_way} at once");
+    assert_eq!(home.webhooks.subscription(subscription.id).await.unwrap().unwrap().status.as_str(), "active");
 }

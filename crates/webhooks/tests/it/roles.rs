@@ -2,10 +2,12 @@
 
 use mysql_async::prelude::Queryable;
 use postrider_webhooks::roles::ROLES;
+use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription, Requeued, Settings};
 
-use crate::harness::{mysql, postgres, sqlite};
+use crate::harness::{Home, mysql, open_migrated, postgres, settings, sqlite, wait_until, worker};
+use crate::receiver::{Receiver, status_line};
 
-const TABLES: [&str; 14] = [
+const TABLES: [&str; 17] = [
     "events",
     "subscriptions",
     "subscription_gates",
@@ -15,6 +17,9 @@ const TABLES: [&str; 14] = [
     "dead_letters",
     "replays",
     "webhook_state",
+    "webhook_keys",
+    "outbox_alerts",
+    "postrider_meta",
     "outbox",
     "outbox_done",
     "outbox_attempts",
@@ -27,7 +32,9 @@ fn column(table: &str) -> &'static str {
     match table {
         "events" => "event_type",
         "subscription_gates" => "failures",
-        "webhook_state" => "value",
+        "webhook_state" | "postrider_meta" => "value",
+        "webhook_keys" => "fingerprint",
+        "outbox_alerts" => "seen_until",
         "webhook_attempts" | "webhook_results" => "error_code",
         "outbox" | "outbox_done" => "target",
         "outbox_attempts" => "code",
@@ -59,7 +66,8 @@ fn operations(table: &str) -> Vec<(&'static str, String)> {
 /// What the role should be allowed; a WHERE needs no right to SELECT here, since it names no column.
 fn allowed(role: &str, table: &str, right: &str) -> bool {
     let role = ROLES.iter().find(|r| r.name == role).unwrap();
-    let rights = role.rights.iter().find(|(name, _)| *name == table).map_or(&[][..], |(_, rights)| rights);
+    let rights: Vec<&str> =
+        role.all_rights().filter(|(name, _)| *name == table).flat_map(|(_, rights)| rights.iter().copied()).collect();
     let whole = right.split('(').next().unwrap();
     rights.contains(&right) || rights.contains(&whole)
 }
@@ -124,4 +132,108 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sqlite_has_none() {
     assert_eq!(sqlite().await.webhooks.make_roles().await.unwrap_err().kind, postrider::error::Kind::Invalid);
+}
+
+/// What each kind of process needs, by its name.
+const PROCESSES: [(&str, &[&str]); 5] = [
+    ("publisher", &["postrider_ingest", "postrider_router"]),
+    ("worker", &["postrider_worker"]),
+    ("orchestrator", &["postrider_saga", "postrider_admin", "postrider_janitor"]),
+    ("operator", &["postrider_dead_letter"]),
+    ("admin", &["postrider_admin"]),
+];
+
+/// Published, delivered, dead-lettered, brought back, resumed and pruned, each by a process that may do nothing else.
+async fn a_round_in_the_roles(home: &Home, url: impl AsyncFn(&str) -> String) {
+    let as_role = async |process: &str, settings: Settings| open_migrated(&url(process).await, settings).await;
+    let receiver = Receiver::start(|_, nth| status_line(if nth < 2 { 500 } else { 200 }, "")).await;
+    let quick = Settings { max_retry_limit: 2, ..settings() };
+    let (admin, _) = as_role("admin", quick.clone()).await;
+    let new = NewSubscription {
+        url: receiver.url.clone(),
+        event_types: vec!["*".into()],
+        headers: vec![("X-Tool".into(), "nail".into())],
+        ..NewSubscription::default()
+    };
+    let (subscription, _) = admin.subscribe(new).await.unwrap();
+    let (publisher, _) = as_role("publisher", quick.clone()).await;
+    let event = || NewEvent::new("a", "x").external_id("e-1");
+    let published = publisher.publish(vec![event(), NewEvent::new("a", "y")]).await.unwrap();
+    assert_eq!(publisher.publish(vec![event()]).await.unwrap()[0].event_id, published[0].event_id);
+    let (working, outbox) = as_role("worker", quick.clone()).await;
+    let _working = worker(&working, &outbox);
+    let (orchestrator, _) = as_role("orchestrator", quick.clone()).await;
+    let looking = orchestrator.clone();
+    let moving = tokio::spawn(async move { looking.orchestrate(std::future::pending()).await });
+    let ended = "webhook_delivery_sagas WHERE status IN ('Completed', 'DeadLettered')";
+    wait_until("both have ended", async || home.count(ended).await == 2).await;
+    let (operator, _) = as_role("operator", quick.clone()).await;
+    let letters = home.webhooks.dead_letters(DeadLetterFilter::default(), None, 10).await.unwrap().items;
+    for letter in &letters {
+        assert!(matches!(operator.requeue(letter.id).await.unwrap(), Requeued::Created(_)));
+    }
+    wait_until("all are delivered", async || home.count(ended).await == 2 + letters.len() as i64).await;
+    admin.pause(subscription.id).await.unwrap();
+    admin.resume(subscription.id).await.unwrap();
+    admin.rotate_secret(subscription.id, None, std::time::Duration::ZERO).await.unwrap();
+    assert!(admin.unsubscribe(subscription.id).await.unwrap());
+    moving.abort();
+    let old = Settings { retention: std::time::Duration::ZERO, ..quick };
+    let (janitor, _) = as_role("orchestrator", old).await;
+    assert_eq!(janitor.prune().await.unwrap().1, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_roles_can_do_their_work() {
+    let home = postgres().await;
+    home.webhooks.make_roles().await.unwrap();
+    let (client, connection) = tokio_postgres::connect(&home.url, tokio_postgres::NoTls).await.unwrap();
+    tokio::spawn(connection);
+    let name = |process: &str| format!("round_{process}_{}", std::process::id());
+    for (process, roles) in PROCESSES {
+        client.batch_execute(&format!("CREATE ROLE {} NOLOGIN", name(process))).await.unwrap();
+        for role in roles {
+            client.batch_execute(&format!("GRANT {role} TO {}", name(process))).await.unwrap();
+        }
+    }
+    let mark = if home.url.contains('?') { '&' } else { '?' };
+    a_round_in_the_roles(&home, async |process| format!("{}{mark}options=-c%20role%3D{}", home.url, name(process)))
+        .await;
+    for (process, _) in PROCESSES {
+        client.batch_execute(&format!("DROP ROLE {}", name(process))).await.unwrap();
+    }
+    for role in &ROLES {
+        client.batch_execute(&format!("DROP OWNED BY {}", role.name)).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mysql_roles_can_do_their_work() {
+    let home = mysql().await;
+    home.webhooks.make_roles().await.unwrap();
+    let mut admin = mysql_async::Conn::from_url(&home.url).await.unwrap();
+    let name = |process: &str| format!("round_{process}_{}", std::process::id());
+    for (process, roles) in PROCESSES {
+        let user = name(process);
+        admin.query_drop(format!("CREATE USER '{user}'@'%' IDENTIFIED BY 'secret'")).await.unwrap();
+        // A user has one default role at a time: one made of the others.
+        admin.query_drop(format!("CREATE ROLE all_{user}")).await.unwrap();
+        for role in roles {
+            admin.query_drop(format!("GRANT {role} TO all_{user}")).await.unwrap();
+        }
+        admin.query_drop(format!("GRANT all_{user} TO '{user}'@'%'")).await.unwrap();
+        admin.query_drop(format!("SET DEFAULT ROLE all_{user} FOR '{user}'@'%'")).await.unwrap();
+    }
+    a_round_in_the_roles(&home, async |process| {
+        let mut url = url::Url::parse(&home.url).unwrap();
+        url.set_username(&name(process)).unwrap();
+        url.set_password(Some("secret")).unwrap();
+        url.to_string()
+    })
+    .await;
+    for (process, _) in PROCESSES {
+        let user = name(process);
+        admin.query_drop(format!("DROP USER '{user}'@'%'")).await.unwrap();
+        admin.query_drop(format!("DROP ROLE all_{user}")).await.unwrap();
+    }
 }

@@ -60,8 +60,14 @@ async fn secrets_are_sealed_and_rotated(home: Home) {
     assert_eq!((newer.reseal().await.unwrap(), newer.reseal().await.unwrap()), (1, 0));
     let row = &home.rows("SELECT secrets, headers FROM subscriptions").await[0];
     assert!(row.text(0).unwrap().starts_with("v1:new:") && row.text(1).unwrap().starts_with("v1:new:"));
-    assert_eq!(newer.subscription(subscription.id).await.unwrap().unwrap().headers[0].1, "canary-header");
-    assert!(home.webhooks.subscription(subscription.id).await.is_err(), "whoever lacks the key is told so");
+    drop(_working);
+    assert_eq!(newer.test(subscription.id).await.unwrap().unwrap()["success"], true);
+    assert_eq!(receiver.got().last().unwrap().header("authorization"), "canary-header");
+    let (elsewhere, _) = crate::harness::open(&home.url, crate::harness::settings()).await;
+    let lacking = elsewhere.test(subscription.id).await.unwrap_err();
+    assert_eq!(lacking.kind, postrider::error::Kind::KeyMissing, "whoever lacks the key is told so: {lacking}");
+    let shown = elsewhere.subscription(subscription.id).await.unwrap().unwrap();
+    assert_eq!(shown.headers, ["Authorization"], "what is no secret is shown all the same");
 }
 
 async fn wishes_are_checked_and_changed(home: Home) {

@@ -77,7 +77,10 @@ pub async fn publish(
     headers: HeaderMap,
     body: Body<EventBody>,
 ) -> Result<(StatusCode, Json<PublishedView>), Refusal> {
-    let published = app.events.put(event(body?.0, &headers)?).await?;
+    let event = event(body?.0, &headers)?;
+    // Before it joins others: one that cannot be published would undo the transaction of all.
+    event.check()?;
+    let published = app.events.put(event).await?;
     match published.outcome {
         Publishing::Created => Ok((StatusCode::ACCEPTED, Json(published.into()))),
         Publishing::Exists => Ok((StatusCode::OK, Json(published.into()))),

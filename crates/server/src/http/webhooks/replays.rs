@@ -33,7 +33,8 @@ pub struct ReplayBody {
 
 /// Send events of a time range to a subscription again
 ///
-/// A job of its own that survives a restart. With `dry_run` only counts.
+/// A job of its own that survives a restart. With `dry_run` only counts. What is still being delivered is left out. With
+/// very many events counting is given up after a few seconds: `count` is then a least number, and `count_at_least` is true.
 #[utoipa::path(
     post, path = "/v1/replays", tag = "webhooks", request_body = ReplayBody,
     responses(
@@ -46,11 +47,16 @@ pub async fn replay(State(app): State<Arc<App>>, body: Body<ReplayBody>) -> Resu
     let wanted = NewReplay { subscription_id, from, to, event_types, statuses };
     let missing = || no("subscription", subscription_id);
     let count = app.webhooks.count_replay(wanted.clone()).await?.ok_or_else(missing)?;
+    let mut answer = json!({ "count": count.count });
+    if count.at_least {
+        answer["count_at_least"] = json!(true);
+    }
     if dry_run {
-        return Ok((StatusCode::OK, Json(json!({ "count": count }))));
+        return Ok((StatusCode::OK, Json(answer)));
     }
     let replay = app.webhooks.replay(wanted).await?.ok_or_else(missing)?;
-    Ok((StatusCode::ACCEPTED, Json(json!({ "replay_id": replay.id, "count": count }))))
+    answer["replay_id"] = json!(replay.id);
+    Ok((StatusCode::ACCEPTED, Json(answer)))
 }
 
 #[derive(Serialize, ToSchema)]

@@ -66,6 +66,8 @@ pub struct DeliveryAttempt {
     response_headers: Option<Value>,
     response_body: Option<String>,
     remote_address: Option<String>,
+    /// Of `TLS_FAILED`: why.
+    error_detail: Option<String>,
 }
 
 impl From<Attempt> for DeliveryAttempt {
@@ -81,6 +83,7 @@ impl From<Attempt> for DeliveryAttempt {
             response_headers: a.response_headers,
             response_body: a.response_body,
             remote_address: a.remote_address,
+            error_detail: a.error_detail,
         }
     }
 }

@@ -10,12 +10,12 @@ use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use postrider_webhooks::sign::Scheme;
-use postrider_webhooks::{NewSubscription, Patch, Subscription};
+use postrider_webhooks::{NewSubscription, Patch, Subscription, SubscriptionStatus};
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::App;
-use super::super::error::Refusal;
+use super::super::error::{ErrorBody, Refusal};
 use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of};
 use crate::config::values::parse_duration;
 
@@ -88,7 +88,7 @@ impl From<Subscription> for SubscriptionView {
             event_types: s.event_types,
             status: s.status.as_str(),
             description: s.description,
-            headers: s.headers.into_iter().map(|header| header.0).collect(),
+            headers: s.headers,
             signature: s.signature.as_str(),
             max_retry_limit: s.max_retry_limit,
             retry_schedule_sec: s.retry_schedule_sec,
@@ -243,11 +243,19 @@ pub async fn unsubscribe(State(app): State<Arc<App>>, path: Id) -> Result<Status
 /// Events go on being taken in for it; nothing is sent.
 #[utoipa::path(
     post, path = "/v1/subscriptions/{id}/pause", tag = "webhooks", params(("id" = i64, Path)),
-    responses((status = 200, description = "It is paused", body = SubscriptionView))
+    responses(
+        (status = 200, description = "It is paused", body = SubscriptionView),
+        (status = 409, description = "`SUBSCRIPTION_DISABLED`: there is nothing to hold", body = ErrorBody),
+    )
 )]
 pub async fn pause(State(app): State<Arc<App>>, path: Id) -> Result<Json<SubscriptionView>, Refusal> {
     let id = id_of(path)?;
-    Ok(Json(app.webhooks.pause(id).await?.ok_or_else(|| no("subscription", id))?.into()))
+    let paused = app.webhooks.pause(id).await?.ok_or_else(|| no("subscription", id))?;
+    if paused.status == SubscriptionStatus::Disabled {
+        let what = "it is disabled, and stays so: nothing is sent. Resume it first";
+        return Err(Refusal::new(StatusCode::CONFLICT, "SUBSCRIPTION_DISABLED", what));
+    }
+    Ok(Json(paused.into()))
 }
 
 /// Let a subscription go on, after a pause or after it was disabled
@@ -272,7 +280,8 @@ pub struct Rotation {
 
 /// Give a subscription a new secret
 ///
-/// Both sign for a while (24 hours unless said otherwise), so the receiver can change over.
+/// Both sign for a while (24 hours unless said otherwise), so the receiver can change over. An overlap of 0 ends all older
+/// ones at once.
 #[utoipa::path(
     post, path = "/v1/subscriptions/{id}/rotate-secret", tag = "webhooks", params(("id" = i64, Path)),
     request_body = Option<Rotation>,
@@ -301,6 +310,8 @@ pub async fn rotate_secret(
 pub struct TestResult {
     success: bool,
     error_code: Option<String>,
+    /// Of TLS_FAILED: why.
+    error_detail: Option<String>,
     /// `never_sent`, `unknown` or `answered`.
     error_class: Option<String>,
     response_status: Option<i64>,
@@ -319,6 +330,7 @@ pub async fn test(State(app): State<Arc<App>>, path: Id) -> Result<Json<TestResu
     Ok(Json(TestResult {
         success: seen["success"] == true,
         error_code: text("error_code"),
+        error_detail: text("error_detail"),
         error_class: text("error_class"),
         response_status: seen["response_status"].as_i64(),
         duration_ms: seen["duration_ms"].as_i64().unwrap_or(0),
