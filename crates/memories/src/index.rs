@@ -49,6 +49,22 @@ pub(crate) async fn write(
     bulk::insert(tx, "memory_terms", &columns, &rows, false).await.map(drop)
 }
 
+/// Takes a text out of the index again.
+pub(crate) async fn remove(
+    tx: &mut (dyn Tx + Send),
+    source: Source,
+    ref_id: i64,
+    space: &str,
+    text: &str,
+) -> Result<()> {
+    for term in terms(text) {
+        let key: [Value; 4] = [term.into(), space.into(), source.as_str().into(), ref_id.into()];
+        let sql = "DELETE FROM memory_terms WHERE term = ? AND target_space = ? AND source = ? AND ref_id = ?";
+        tx.execute(sql, &key).await?;
+    }
+    Ok(())
+}
+
 /// What a question finds, best first: rare words count more, and of equals the newest is first.
 pub(crate) async fn search(
     tx: &mut (dyn Tx + Send),

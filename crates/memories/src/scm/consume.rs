@@ -14,7 +14,7 @@ use super::rows::{source_id, table};
 use super::{Kind, Repo, Scm, storable};
 use crate::candidates::NewCandidate;
 use crate::note::NewMemory;
-use crate::store::Action;
+use crate::answer::Action;
 use crate::{Memories, kv};
 
 /// Where cursors are kept.
