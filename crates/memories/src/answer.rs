@@ -54,6 +54,9 @@ pub struct Stored {
     /// The service has no memory of its own for it: it keeps this one, which it takes for the same.
     pub merged_with: Option<String>,
     pub payload_sha: Option<String>,
+    /// It was stored or queued before.
+    #[serde(skip)]
+    pub again: bool,
     /// For [`Action::Error`] and [`Action::Reject`].
     #[serde(skip)]
     pub error: Option<&'static str>,
@@ -125,6 +128,7 @@ pub(crate) fn blank(correlation_id: String, evidence_refs: Vec<Value>, action: A
         deduplicated: false,
         merged_with: None,
         payload_sha: None,
+        again: false,
         error: None,
     }
 }
@@ -147,6 +151,7 @@ pub(crate) fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
             Stored {
                 ok: true,
                 space_written: Some(note.space.clone()),
+                again,
                 deduplicated: again || deduplicated || merged,
                 merged_with: merged.then(|| memory_id.clone()),
                 memory_id: Some(memory_id),
@@ -156,7 +161,7 @@ pub(crate) fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
         Ok(Ended::Queued { outbox_id, again, why }) => {
             let message =
                 format!("OpenMemory is not available ({why}); the memory is queued and will be written later");
-            Stored { outbox_id: Some(outbox_id), deduplicated: again, ..blank(Action::Deferred, message) }
+            Stored { outbox_id: Some(outbox_id), again, deduplicated: again, ..blank(Action::Deferred, message) }
         }
         Ok(Ended::Refused { code, why }) => Stored { error: Some(code), ..blank(Action::Reject, why) },
         Err(Failed { code, what, error }) => {

@@ -71,7 +71,8 @@ pub(crate) async fn write(tx: &mut (dyn Tx + Send), note: &Note, end: &End<'_>, 
 /// The row an earlier try of this writer left, if it was committed.
 async fn written_by(tx: &mut (dyn Tx + Send), correlation_id: &str, writer: &str) -> Result<Option<i64>> {
     let json = if tx.dialect() == Dialect::Postgres { "evidence_refs_json::text" } else { "evidence_refs_json" };
-    let sql = format!("SELECT audit_id, {json} FROM write_audit WHERE correlation_id = ? ORDER BY audit_id DESC LIMIT 100");
+    let sql =
+        format!("SELECT audit_id, {json} FROM write_audit WHERE correlation_id = ? ORDER BY audit_id DESC LIMIT 100");
     for row in tx.query(&sql, &[correlation_id.into()]).await? {
         let evidence: Json = serde_json::from_str(&row.text(1)?).unwrap_or_default();
         if evidence["extra"]["writer"] == writer {

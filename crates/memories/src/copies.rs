@@ -88,9 +88,7 @@ pub(crate) async fn find(
     let now = tx.now().plus(0, &mut params);
     params.extend([space.into(), payload_sha.into()]);
     let lock = if locked { for_update(tx.dialect()) } else { "" };
-    let sql = format!(
-        "SELECT {COLUMNS}, {now} FROM memory_writes WHERE target_space = ? AND payload_sha = ?{lock}"
-    );
+    let sql = format!("SELECT {COLUMNS}, {now} FROM memory_writes WHERE target_space = ? AND payload_sha = ?{lock}");
     tx.query(&sql, &params).await?.first().map(copy).transpose()
 }
 
@@ -265,15 +263,13 @@ pub(crate) async fn set_lost(tx: &mut (dyn Tx + Send), ids: &[i64], lost: bool) 
 
 /// Does another text of ours stand under this id of the service?
 pub(crate) async fn is_anothers(tx: &mut (dyn Tx + Send), memory_id: &str, payload_sha: &str) -> Result<bool> {
-    let sql =
-        "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha <> ? LIMIT 1";
+    let sql = "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha <> ? LIMIT 1";
     Ok(!tx.query(sql, &[memory_id.into(), payload_sha.into()]).await?.is_empty())
 }
 
 /// Does this very text of ours stand under this id of the service?
 pub(crate) async fn is_known(tx: &mut (dyn Tx + Send), memory_id: &str, payload_sha: &str) -> Result<bool> {
-    let sql =
-        "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha = ? LIMIT 1";
+    let sql = "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha = ? LIMIT 1";
     Ok(!tx.query(sql, &[memory_id.into(), payload_sha.into()]).await?.is_empty())
 }
 

@@ -81,23 +81,29 @@ impl MemoryCourier {
         }
         let Some(left) = open.doubt else { return Ok(Doubted::Write(false)) };
         let later = |delay: Duration| {
-            Doubted::Instead(Outcome::Defer { delay: delay.max(Duration::from_millis(100)), code: waiting::IN_DOUBT.into() })
+            Doubted::Instead(Outcome::Defer {
+                delay: delay.max(Duration::from_millis(100)),
+                code: waiting::IN_DOUBT.into(),
+            })
         };
-        match self.0.look_up(&open.note, left.is_zero()).await {
+        let Some(permit) = self.0.0.breaker.permit() else {
+            return Ok(Doubted::Instead(Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() }));
+        };
+        let found = self.0.look_up(&open.note, left.is_zero()).await;
+        permit.tell(self.0.sign_of(found.as_ref().err()));
+        self.0.note_answer(found.as_ref().err());
+        match found {
             Ok(Found::There(memory_id)) => {
                 return Ok(Doubted::Instead(Outcome::Sent { result_ref: Some(memory_id) }));
             }
-            Ok(Found::NotThere | Found::Unaskable) if !left.is_zero() => {
-                return Ok(later(left.min(self.0.look_every())));
+            Err(fault) if fault.blame == Blame::Limit => return Ok(Doubted::Instead(self.limited())),
+            Err(fault) if fault.blame == Blame::Ours => {
+                return Ok(Doubted::Instead(Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() }));
             }
-            Ok(_) => {}
-            Err(fault) => {
-                self.0.note_answer(Some(&fault));
-                if fault.blame == Blame::Limit {
-                    return Ok(Doubted::Instead(self.limited()));
-                }
-                return Ok(later(self.0.look_every()));
-            }
+            Err(fault) if fault.blame == Blame::Service => return Ok(later(self.0.look_every())),
+            // Not there, or it cannot be asked: only time tells.
+            _ if !left.is_zero() => return Ok(later(left.min(self.0.look_every()))),
+            _ => {}
         }
         // From here on it is a new write: should we die in it, the doubt begins anew.
         self.set_doubt(open.copy, None).await?;
@@ -192,7 +198,9 @@ impl Courier for MemoryCourier {
             Ok(Known::Stored(memory_id)) => return Outcome::Sent { result_ref: Some(memory_id) },
             Ok(Known::Open(Some(open))) => open,
             // Without our copy there is nothing to go by but the message.
-            Ok(Known::Open(None)) => Open { copy: 0, note: alone(message, text, space, sha), merged: false, doubt: None },
+            Ok(Known::Open(None)) => {
+                Open { copy: 0, note: alone(message, text, space, sha), merged: false, doubt: None }
+            }
             Err(error) => return store_unavailable(message.id, &error),
         };
         if self.0.0.breaker.is_open() {

@@ -109,7 +109,8 @@ impl Memories {
     }
 
     async fn queue_left_behind(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
-        let Some(copy) = copies::by_id(tx, id).await?.filter(|copy| copy.state == State::Writing && copy.overdue) else {
+        let Some(copy) = copies::by_id(tx, id).await?.filter(|copy| copy.state == State::Writing && copy.overdue)
+        else {
             return Ok(false);
         };
         let Some(note) = copies::note_of(tx, copy.id).await? else { return Ok(false) };

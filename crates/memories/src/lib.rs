@@ -81,8 +81,10 @@ pub struct Settings {
     pub breaker_failures: u32,
     /// How often it is then looked whether it is back.
     pub probe: Duration,
-    /// For so long at least a write that got no answer in time may still be applied: [`usual_under_way`].
+    /// For so long a write that got no answer in time may still be applied: [`usual_under_way`].
     pub under_way: Duration,
+    /// It should have what we believe it has; a stand-in has not.
+    pub recognise: bool,
 }
 
 /// What the store must know of the lane. `settling` is shared with [`Memories::new`].

@@ -78,7 +78,8 @@ impl Memories {
             let (space, sha) = find.clone();
             Box::pin(async move {
                 let Some(copy) = copies::find(tx, &space, &sha, true).await? else { return Ok(None) };
-                let (Some(note), true) = (copies::note_of(tx, copy.id).await?, copy.state == copies::State::Stored) else {
+                let (Some(note), true) = (copies::note_of(tx, copy.id).await?, copy.state == copies::State::Stored)
+                else {
                     return Ok(None);
                 };
                 copies::forget_delivery(tx, &note).await?;
@@ -97,11 +98,7 @@ impl Memories {
     }
 }
 
-async fn dead(
-    tx: &mut (dyn Tx + Send),
-    after: Option<(Timestamp, i64)>,
-    limit: u32,
-) -> Result<Vec<(Timestamp, i64)>> {
+async fn dead(tx: &mut (dyn Tx + Send), after: Option<(Timestamp, i64)>, limit: u32) -> Result<Vec<(Timestamp, i64)>> {
     let mut params = Vec::new();
     let from = after.map_or("", |_| " AND finished_at >= ? AND (finished_at > ? OR id > ?)");
     if let Some((at, id)) = after {

@@ -152,7 +152,9 @@ impl Memories {
         let ranking::Merged { results, added, crowded_out } = found.await?;
         let mut message = "ok".to_owned();
         if added > 0 {
-            message.push_str("; what OpenMemory merged with other memories or does not have yet was added from local copies");
+            message.push_str(
+                "; what OpenMemory merged with other memories or does not have yet was added from local copies",
+            );
         }
         if crowded_out > 0 {
             message.push_str("; what OpenMemory did not rank high enough was added from local copies");

@@ -72,6 +72,9 @@ impl Memories {
 
     /// Is it another one than it was? Asked at most every so often.
     pub(crate) async fn recognise(&self, fresh: Duration) -> Result<bool, String> {
+        if !self.0.settings.recognise {
+            return Ok(false);
+        }
         let known = || {
             let seen = self.health().recognised?;
             let holds = seen.key_changes == self.0.upstream.key_changes() && Tick::now().since(seen.at) < fresh;
@@ -102,7 +105,8 @@ impl Memories {
     async fn ask_witnesses(&self) -> Result<bool, String> {
         let told = |fault: Fault| format!("{} {}", fault.code, fault.message);
         let read = self.transact(Mode::Read, |tx| Box::pin(witnesses(tx))).await;
-        let Witnesses { sentinel, others, newest } = read.map_err(|error| format!("{:?}", error.kind).to_lowercase())?;
+        let Witnesses { sentinel, others, newest } =
+            read.map_err(|error| format!("{:?}", error.kind).to_lowercase())?;
         let mut seen = Seen::default();
         if let Some(sentinel) = &sentinel {
             self.see_one(sentinel, &mut seen).await.map_err(told)?;

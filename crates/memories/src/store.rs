@@ -92,7 +92,8 @@ impl Memories {
         let patience = self.0.settings.upstream.timeout * 2 + 2 * MARGIN;
         let mut seen = None;
         loop {
-            let attempt = Attempt { writer: writer.clone(), kept_from: self.kept_from(), seen: seen.take(), again: false };
+            let attempt =
+                Attempt { writer: writer.clone(), kept_from: self.kept_from(), seen: seen.take(), again: false };
             match self.begin(note, attempt).await.map_err(Failed::first_half)? {
                 Begun::Write { copy, audit_id } => {
                     let called = match self.0.breaker.permit() {

@@ -13,9 +13,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
+use hyper::http::request::Parts;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::http::request::Parts;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use postrider::clock::{self, Tick};
@@ -378,7 +378,9 @@ impl OpenMemory {
                     if let Some(known) = known {
                         let told = match dialect {
                             Dialect::Py => json!({"success": true, "data": {"id": known.id}}),
-                            Dialect::Js => json!({"id": known.id, "primary_sector": "semantic", "sectors": ["semantic"], "deduplicated": true}),
+                            Dialect::Js => {
+                                json!({"id": known.id, "primary_sector": "semantic", "sectors": ["semantic"], "deduplicated": true})
+                            }
                         };
                         return (StatusCode::OK, told);
                     }
@@ -458,7 +460,10 @@ impl Inner {
         };
         let most = body.get(limit).and_then(Value::as_u64).unwrap_or(8) as usize;
         if !(1..=200).contains(&most) {
-            return (StatusCode::BAD_REQUEST, json!({"error": "invalid_input", "details": [format!("{limit}: > 200")]}));
+            return (
+                StatusCode::BAD_REQUEST,
+                json!({"error": "invalid_input", "details": [format!("{limit}: > 200")]}),
+            );
         }
         let wanted = terms(question);
         let mut found: Vec<(f64, &Memory)> = Vec::new();

@@ -87,7 +87,9 @@ async fn reconcile(memories: &Memories, report: bool, deep: Option<u64>, output:
     })?;
     let incomplete = report && found.missing_audit + found.stale_pending > 0;
     if let Some(why) = deep.as_ref().and_then(|deep| deep.stopped.as_ref()) {
-        return Err(Failure::unreachable(format!("OpenMemory could not be asked for all: {why}; the next look goes on")));
+        return Err(Failure::unreachable(format!(
+            "OpenMemory could not be asked for all: {why}; the next look goes on"
+        )));
     }
     Ok(Ending::failed_if(incomplete || deep.is_some_and(|deep| deep.missing > 0)))
 }

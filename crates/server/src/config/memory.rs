@@ -69,6 +69,7 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
         max_bytes: LaneRules::default().max_payload_bytes,
         breaker_failures: breaker.and_then(|b| b.failures).map_or(3, |n| n.0),
         probe: breaker.and_then(|b| b.probe_sec).map_or(Duration::from_secs(5), |s| s.0),
+        recognise: true,
         under_way: keys.doubt_sec.map_or_else(|| usual_under_way(timeout), |s| s.0),
     };
     upstream::OpenMemory::new(settings.upstream.clone())

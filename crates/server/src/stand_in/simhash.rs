@@ -71,7 +71,8 @@ mod tests {
         assert_eq!(simhash("deploying services"), simhash("deployed service"));
         assert_ne!(simhash("We deploy on Tuesdays"), simhash("The database is SQLite"));
         assert_ne!(simhash("!!"), simhash("??"));
-        let texts = (0..200).map(|n| format!("Support closed the ticket number {} after the customer confirmed it", n + 1000));
+        let texts =
+            (0..200).map(|n| format!("Support closed the ticket number {} after the customer confirmed it", n + 1000));
         let kinds: BTreeSet<u64> = texts.map(|text| simhash(&text)).collect();
         assert!(kinds.len() < 50, "{} of 200 are told apart", kinds.len());
     }

@@ -15,6 +15,7 @@ mod home;
 mod looking;
 mod memory;
 mod on_every_database;
+mod openmemory;
 mod orders;
 mod outage;
 mod receiver;
