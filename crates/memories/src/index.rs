@@ -65,7 +65,8 @@ pub(crate) async fn remove(
     Ok(())
 }
 
-/// What a question finds, best first: rare words count more, and of equals the newest is first.
+/// What a question finds, best first: rare words count more, and of equals the newest is first. A score of 1 has all of its
+/// words.
 pub(crate) async fn search(
     tx: &mut (dyn Tx + Send),
     question: &str,
@@ -74,6 +75,7 @@ pub(crate) async fn search(
 ) -> Result<Vec<(Source, i64, f64)>> {
     let probes = probes(question);
     let mut scores: HashMap<(Source, i64), f64> = HashMap::new();
+    let mut most = f64::MIN_POSITIVE;
     for probe in &probes {
         let mut hits = Vec::new();
         for source in Source::ALL {
@@ -82,12 +84,11 @@ pub(crate) async fn search(
             }
         }
         let weight = (1.0 + 3.0 * MOST_PER_TERM as f64 / (1.0 + hits.len() as f64)).ln();
+        most += weight;
         for hit in hits {
             *scores.entry(hit).or_default() += weight;
         }
     }
-    let best = |scores: &HashMap<(Source, i64), f64>| scores.values().copied().fold(0.0, f64::max);
-    let most = best(&scores).max(f64::MIN_POSITIVE);
     let mut found: Vec<(Source, i64, f64)> =
         scores.into_iter().map(|((source, id), score)| (source, id, score / most)).collect();
     found.sort_by(|a, b| b.2.total_cmp(&a.2).then(a.0.cmp(&b.0)).then(b.1.cmp(&a.1)));

@@ -1,5 +1,5 @@
-//! One list of two: what the service found by meaning, and what our index found by words. Pure. The service ranks what it
-//! has; what it merged away ranks with the memory it was taken for, and both by how well their own words fit.
+//! One list of two: what the service found by meaning, and what our index found by words. Pure. The service's order stays
+//! among what it has; what only we have stands before what its own words fit less well, or beside what it was taken for.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,8 +8,8 @@ use crate::index::Source;
 use crate::query::Recalled;
 use crate::upstream::Match;
 
-/// How much the first places count before the later ones.
-const EVEN: f64 = 20.0;
+/// What has so much of a question's words is meant by it; what has less merely has some of them.
+const MEANT: f64 = 0.5;
 
 /// The list, and how much of it the service did not find.
 #[derive(Debug, Default)]
@@ -24,9 +24,10 @@ pub(crate) struct Merged {
 /// One thing that may be shown.
 struct Candidate {
     recalled: Recalled,
-    copy: Option<i64>,
     /// Its place, or that of what it was taken for, in the service's list.
     place: Option<usize>,
+    /// How much of the question's words it has.
+    words: f64,
     new: bool,
 }
 
@@ -64,8 +65,9 @@ pub(crate) fn merge(
     let allowed = |copy: &Found| spaces.is_none_or(|spaces| spaces.contains(&copy.space));
     let places: HashMap<&str, usize> = matches.iter().enumerate().map(|(n, found)| (found.id.as_str(), n)).collect();
     let place_of = |copy: &Found| copy.memory_id.as_deref().and_then(|id| places.get(id)).copied();
-    let words: HashMap<i64, usize> =
-        hits.iter().enumerate().filter(|(_, hit)| hit.0 == Source::Memory).map(|(n, hit)| (hit.1, n)).collect();
+    let words: HashMap<i64, f64> =
+        hits.iter().filter(|hit| hit.0 == Source::Memory).map(|hit| (hit.1, hit.2)).collect();
+    let words_of = |id: Option<i64>| id.and_then(|id| words.get(&id)).copied().unwrap_or(0.0);
 
     let mut of_match: HashMap<&str, Vec<Found>> = HashMap::new();
     let mut rest: Vec<Found> = local;
@@ -76,7 +78,7 @@ pub(crate) fn merge(
             _ => rest.push(copy),
         }
     }
-    let mut candidates: Vec<Candidate> = Vec::new();
+    let (mut theirs, mut ours_alone): (Vec<Candidate>, Vec<Candidate>) = Default::default();
     let mut shown: HashSet<i64> = HashSet::new();
     for (place, found) in matches.iter().enumerate() {
         let ours = of_match.remove(found.id.as_str()).unwrap_or_default();
@@ -92,9 +94,9 @@ pub(crate) fn merge(
             Some(recalled) => Recalled { source: "openmemory", score: found.score, ..recalled },
             None => foreign(found),
         };
-        candidates.push(Candidate { recalled, copy: id, place: Some(place), new: false });
+        theirs.push(Candidate { recalled, place: Some(place), words: words_of(id), new: false });
     }
-    let mut crowded_out: Vec<(usize, Recalled)> = Vec::new();
+    let mut crowded_out: Vec<(f64, Recalled)> = Vec::new();
     for copy in rest {
         if !allowed(&copy) || !shown.insert(copy.id) {
             continue;
@@ -104,41 +106,53 @@ pub(crate) fn merge(
         let Some(recalled) = own(copy) else { continue };
         match words.get(&id) {
             // The service has it, and did not find it: it knows better, unless other spaces were in the way.
-            Some(place) if there => crowded_out.push((*place, recalled)),
+            Some(words) if there => crowded_out.push((*words, recalled)),
             _ if there => {}
-            _ => candidates.push(Candidate { recalled, copy: Some(id), place, new: true }),
+            words => ours_alone.push(Candidate { recalled, place, words: words.copied().unwrap_or(0.0), new: true }),
         }
     }
-
-    let weight = |place: Option<usize>| place.map_or(0.0, |place| 1.0 / (EVEN + place as f64));
-    let rank = |candidate: &Candidate| {
-        let by_words = candidate.copy.and_then(|copy| words.get(&copy)).copied();
-        weight(candidate.place) + weight(by_words)
-    };
-    // A stable sort: of equals the service's own order stays.
-    candidates.sort_by(|a, b| rank(b).total_cmp(&rank(a)));
     let mut merged = Merged::default();
     let mut texts: HashSet<(Option<String>, String)> = HashSet::new();
-    for candidate in candidates {
-        let Candidate { recalled, new, copy, place } = candidate;
+    for Candidate { recalled, place, words, new } in interleave(theirs, ours_alone) {
         if merged.results.len() == top_k || !texts.insert((recalled.space.clone(), recalled.content.clone())) {
             continue;
         }
         merged.added += usize::from(new);
-        let by_words = copy.and_then(|copy| words.get(&copy)).map(|n| hits[*n].2);
+        let by_words = Some(words).filter(|words| *words > 0.0);
         let score = recalled.score.or(by_words).or_else(|| place.and_then(|place| matches[place].score));
         merged.results.push(Recalled { score, ..recalled });
     }
     if spaces.is_some() {
-        crowded_out.sort_by_key(|(place, _)| *place);
-        for (place, recalled) in crowded_out {
+        crowded_out.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (words, recalled) in crowded_out {
             if merged.results.len() < top_k && texts.insert((recalled.space.clone(), recalled.content.clone())) {
-                merged.results.push(Recalled { score: Some(hits[place].2), ..recalled });
+                merged.results.push(Recalled { score: Some(words), ..recalled });
                 merged.crowded_out += 1;
             }
         }
     }
     merged
+}
+
+/// What is meant by its words stands before what has less of them, the rest behind what it was taken for, or at the end.
+fn interleave(theirs: Vec<Candidate>, mut ours: Vec<Candidate>) -> Vec<Candidate> {
+    ours.sort_by(|a, b| b.words.total_cmp(&a.words));
+    let (meant, mut rest): (Vec<Candidate>, Vec<Candidate>) = ours.into_iter().partition(|own| own.words >= MEANT);
+    let mut meant = meant.into_iter().peekable();
+    let mut all = Vec::new();
+    for their in theirs {
+        while let Some(own) = meant.next_if(|own| own.words > their.words) {
+            all.push(own);
+        }
+        let place = their.place;
+        all.push(their);
+        let (beside, others): (Vec<Candidate>, Vec<Candidate>) = rest.into_iter().partition(|own| own.place == place);
+        all.extend(beside);
+        rest = others;
+    }
+    all.extend(meant);
+    all.extend(rest);
+    all
 }
 
 /// Something the service has and we have not.
@@ -191,13 +205,17 @@ mod tests {
     fn what_was_merged_away_is_found_by_its_own_words() {
         let matches = [found("m1", "We chose plan A"), found("m2", "another thing")];
         let both = || vec![copy(1, "m1", "We chose plan A", false), copy(2, "m1", "We chose plan B", true)];
-        let hits = [(Source::Memory, 2, 1.0), (Source::Memory, 1, 0.7)];
+        let hits = [(Source::Memory, 2, 1.0), (Source::Memory, 1, 0.5)];
         let merged = merge(&matches, both(), both(), &hits, None, 10);
         assert_eq!(contents(&merged), ["We chose plan B", "We chose plan A", "another thing"]);
         assert_eq!(merged.results[0].merged_with.as_deref(), Some("m1"));
         assert_eq!((merged.results[0].memory_id.as_deref(), merged.added), (None, 1));
         let first = merge(&matches, both(), both(), &hits, None, 1);
         assert_eq!(contents(&first), ["We chose plan B"], "also where there is room for one only");
+        // What has hardly any of the words does not push away what the service means.
+        let few = [(Source::Memory, 2, 0.2)];
+        let merged = merge(&matches, both(), both(), &few, None, 1);
+        assert_eq!(contents(&merged), ["We chose plan A"]);
         // Asked without any of its words it comes with what it was taken for.
         let merged = merge(&matches, both(), vec![], &[], None, 10);
         assert_eq!(contents(&merged)[..2], ["We chose plan A", "We chose plan B"]);

@@ -70,25 +70,30 @@ impl Memories {
         }
     }
 
-    /// Is it another one than it was? Asked at most every so often.
-    pub(crate) async fn recognise(&self, fresh: Duration) -> Result<bool, String> {
-        if !self.0.settings.recognise {
-            return Ok(false);
-        }
+    /// Is it another one than it was? Asked at most every so often, with something that needs the key in any case.
+    pub(crate) async fn recognise(&self, fresh: Duration) -> std::result::Result<bool, Fault> {
         let known = || {
-            let seen = self.health().recognised?;
+            let health = self.health();
+            let failed = health.unrecognised.as_ref().filter(|(at, _)| Tick::now().since(*at) < fresh);
+            if let Some((_, fault)) = failed {
+                return Some(Err(fault.clone()));
+            }
+            let seen = health.recognised?;
             let holds = seen.key_changes == self.0.upstream.key_changes() && Tick::now().since(seen.at) < fresh;
-            holds.then_some(seen.stranger)
+            holds.then_some(Ok(seen.stranger))
         };
-        if let Some(stranger) = known() {
-            return Ok(stranger);
+        if let Some(known) = known() {
+            return known;
         }
         let _alone = self.0.recognising.lock().await;
-        if let Some(stranger) = known() {
-            return Ok(stranger);
+        if let Some(known) = known() {
+            return known;
         }
         let at = Tick::now();
-        let stranger = self.ask_witnesses().await?;
+        let asked = self.ask_witnesses().await;
+        self.note_answer(asked.as_ref().err());
+        self.health().unrecognised = asked.as_ref().err().map(|fault| (Tick::now(), fault.clone()));
+        let stranger = asked?;
         // The key may have been read again meanwhile: what was seen was seen with the last one.
         let recognised = Recognised { at, key_changes: self.0.upstream.key_changes(), stranger };
         let before = self.health().recognised.replace(recognised);
@@ -102,33 +107,35 @@ impl Memories {
         Ok(stranger)
     }
 
-    async fn ask_witnesses(&self) -> Result<bool, String> {
-        let told = |fault: Fault| format!("{} {}", fault.code, fault.message);
-        let read = self.transact(Mode::Read, |tx| Box::pin(witnesses(tx))).await;
-        let Witnesses { sentinel, others, newest } =
-            read.map_err(|error| format!("{:?}", error.kind).to_lowercase())?;
+    async fn ask_witnesses(&self) -> std::result::Result<bool, Fault> {
+        let read = match self.0.settings.recognise {
+            true => self.transact(Mode::Read, |tx| Box::pin(witnesses(tx))).await,
+            false => Ok(Witnesses { sentinel: None, others: vec![], newest: 0 }),
+        };
+        let Witnesses { sentinel, others, newest } = read.map_err(|error| Fault::our_database(&error))?;
         let mut seen = Seen::default();
         if let Some(sentinel) = &sentinel {
-            self.see_one(sentinel, &mut seen).await.map_err(told)?;
+            self.see_one(sentinel, &mut seen).await?;
         }
         if seen.there.is_none() {
             for witness in &others {
-                self.see_one(witness, &mut seen).await.map_err(told)?;
+                self.see_one(witness, &mut seen).await?;
             }
         }
-        if seen.unaskable {
-            return Ok(false);
+        if seen.unaskable || seen.seen + seen.gone.len() == 0 {
+            // Nothing to know it by; whether it lets us in is asked all the same.
+            return self.0.upstream.ping().await.map(|_| false);
         }
         // One that was forgotten is no amnesia, and one that was written since is no proof against it.
         let stranger = seen.gone.len() > seen.seen;
         if let (Some(there), false) = (seen.there, stranger) {
-            self.keep(there, newest, seen.gone).await.map_err(|error| error.to_string())?;
+            self.keep(there, newest, seen.gone).await.map_err(|error| Fault::our_database(&error))?;
         }
         Ok(stranger)
     }
 
     async fn see_one(&self, witness: &Witness, seen: &mut Seen) -> std::result::Result<(), Fault> {
-        match self.0.upstream.see(&witness.memory_id).await.inspect_err(|fault| self.note_answer(Some(fault)))? {
+        match self.0.upstream.see(&witness.memory_id).await? {
             Sight::Seen(_) => {
                 seen.seen += 1;
                 seen.there.get_or_insert_with(|| witness.clone());

@@ -54,6 +54,8 @@ pub(crate) struct Health {
     pace: Pace,
     /// Whether it is the one we know.
     pub(crate) recognised: Option<Recognised>,
+    /// When it could not be asked, and why.
+    pub(crate) unrecognised: Option<(Tick, Fault)>,
     /// Up to this audit failed writes were followed by one that succeeded.
     pub(crate) cleared: i64,
 }
@@ -177,16 +179,14 @@ impl Memories {
     /// Asks the service itself: does it let us in, is it the one we know, does it take what is written?
     pub async fn check(&self) -> Capability {
         let failed = |detail: String| Capability { status: "failed", detail: Some(detail) };
-        let pinged = self.0.upstream.ping().await;
-        self.note_answer(pinged.as_ref().err());
-        match pinged {
+        match self.recognise(Duration::ZERO).await {
             Ok(_) => {}
             // It answers, and would do more.
             Err(fault) if fault.blame == Blame::Limit => return self.capability(),
             Err(fault) => return failed(format!("{} {}", fault.code, fault.message)),
         }
-        if let Err(why) = self.recognise(Duration::ZERO).await {
-            return failed(why);
+        if self.is_stranger() {
+            return self.capability();
         }
         if let Some(why) = self.writes_fail().await {
             return failed(why);

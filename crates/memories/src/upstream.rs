@@ -92,11 +92,12 @@ impl Fault {
         Fault::new("NOT_CONFIGURED", "no url of OpenMemory is configured in [memory]", Blame::Ours, Reach::NeverSent)
     }
 
-    /// It said how much it takes, and that is used up.
-    pub fn limited(left: Duration) -> Self {
-        let what = "OpenMemory takes no more requests for now";
-        let fault = Fault::new("RATE_LIMITED", what, Blame::Limit, Reach::NeverSent);
-        Fault { retry_after: Some(left), ..fault }
+    /// Our own database did not tell what to ask for.
+    pub fn our_database(error: &Error) -> Self {
+        // What a database says may hold data; the log has it.
+        tracing::warn!(%error, "our copies cannot be read");
+        let what = "our own database does not answer";
+        Fault::new("STORE_UNAVAILABLE", what, Blame::Service, Reach::NeverSent)
     }
 }
 
