@@ -102,8 +102,8 @@ impl Memories {
     }
 
     /// Queues what is said to be written and is not, also what a moment ago was found damaged in the outbox.
-    pub async fn rescue(&self) -> Result<usize> {
-        let ids = self.transact(Mode::Read, |tx| Box::pin(left_behind(tx, Duration::ZERO))).await?;
+    pub async fn rescue(&self, stood: Duration) -> Result<usize> {
+        let ids = self.transact(Mode::Read, move |tx| Box::pin(left_behind(tx, stood))).await?;
         let cases: Vec<Case> = ids.into_iter().map(|id| Case { ailment: &LEFT_BEHIND, id }).collect();
         Ok(self.repair(&cases).await?.len())
     }

@@ -1,18 +1,19 @@
 //! Does the service take what is written? The audit knows how the last write ended, whoever made it; if it failed, and
-//! that was not long ago, a text the service has is written to it once more, which leaves nothing new there.
+//! that was not long ago, it is tried: with a text the service has, which leaves nothing new there, or with one that is
+//! taken out again.
 
 use std::time::Duration;
 
 use postrider::Result;
+use postrider::clock;
 use postrider::store::Mode;
 use postrider::time::micros_of;
 use postrider::tx::Tx;
+use serde_json::json;
 
-use crate::Memories;
-use crate::copies;
 use crate::note::Note;
-use crate::recognise;
-use crate::upstream::Blame;
+use crate::upstream::{Addition, Blame, Dialect, Fault};
+use crate::{Memories, copies, recognise};
 
 /// Rows of the audit that are looked through for the last write.
 const ROWS: usize = 100;
@@ -58,17 +59,39 @@ impl Memories {
                 return None;
             }
         };
-        let Some(known) = &failing.known else {
-            return failing.just_now.then(|| format!("the last write failed: {}", failing.reason));
+        let tried = match &failing.known {
+            Some(known) => self.add(known, None).await.map(drop),
+            None => match self.try_writing().await {
+                Ok(true) => Ok(()),
+                Ok(false) => return failing.just_now.then(|| format!("the last write failed: {}", failing.reason)),
+                Err(fault) => Err(fault),
+            },
         };
-        match self.add(known, None).await {
-            Ok(_) => {
+        match tried {
+            Ok(()) => {
                 self.health().cleared = failing.audit_id;
                 None
             }
             Err(fault) if fault.blame == Blame::Limit => None,
             Err(fault) => Some(format!("it answers, but takes nothing: {} {}", fault.code, fault.message)),
         }
+    }
+}
+
+impl Memories {
+    /// Writes a trial and takes it out again; `false`: this service cannot take anything out.
+    async fn try_writing(&self) -> std::result::Result<bool, Fault> {
+        if self.0.upstream.ping().await? == Dialect::Py {
+            return Ok(false);
+        }
+        let word = || format!("{:x}", clock::seed());
+        let content = format!("postrider trial {} {} {} {}", word(), word(), word(), word());
+        let metadata = json!({ "source": "postrider", "trial": true });
+        let added = self.0.upstream.add(&Addition { content: &content, tags: vec![], metadata }).await?;
+        if !added.deduplicated {
+            self.0.upstream.forget(&added.id).await?;
+        }
+        Ok(true)
     }
 }
 

@@ -29,6 +29,8 @@ pub(crate) struct Recognised {
     pub at: Tick,
     pub key_changes: u64,
     pub stranger: bool,
+    /// There was something to ask for.
+    pub asked: bool,
 }
 
 /// A memory the service should have.
@@ -70,7 +72,7 @@ impl Memories {
         }
     }
 
-    /// Is it another one than it was? Asked at most every so often, with something that needs the key in any case.
+    /// Is it another one than it was? Asked at most every so often.
     pub(crate) async fn recognise(&self, fresh: Duration) -> std::result::Result<bool, Fault> {
         let known = || {
             let health = self.health();
@@ -91,11 +93,13 @@ impl Memories {
         }
         let at = Tick::now();
         let asked = self.ask_witnesses().await;
-        self.note_answer(asked.as_ref().err());
+        if !matches!(asked, Ok((_, false))) {
+            self.note_answer(asked.as_ref().err());
+        }
         self.health().unrecognised = asked.as_ref().err().map(|fault| (Tick::now(), fault.clone()));
-        let stranger = asked?;
+        let (stranger, asked) = asked?;
         // The key may have been read again meanwhile: what was seen was seen with the last one.
-        let recognised = Recognised { at, key_changes: self.0.upstream.key_changes(), stranger };
+        let recognised = Recognised { at, key_changes: self.0.upstream.key_changes(), stranger, asked };
         let before = self.health().recognised.replace(recognised);
         if stranger && !before.is_some_and(|seen| seen.stranger) {
             tracing::error!("{STRANGER}");
@@ -107,7 +111,8 @@ impl Memories {
         Ok(stranger)
     }
 
-    async fn ask_witnesses(&self) -> std::result::Result<bool, Fault> {
+    /// Whether it is a stranger, and whether there was anything to ask for.
+    async fn ask_witnesses(&self) -> std::result::Result<(bool, bool), Fault> {
         let read = match self.0.settings.recognise {
             true => self.transact(Mode::Read, |tx| Box::pin(witnesses(tx))).await,
             false => Ok(Witnesses { sentinel: None, others: vec![], newest: 0 }),
@@ -123,15 +128,14 @@ impl Memories {
             }
         }
         if seen.unaskable || seen.seen + seen.gone.len() == 0 {
-            // Nothing to know it by; whether it lets us in is asked all the same.
-            return self.0.upstream.ping().await.map(|_| false);
+            return Ok((false, false));
         }
         // One that was forgotten is no amnesia, and one that was written since is no proof against it.
         let stranger = seen.gone.len() > seen.seen;
         if let (Some(there), false) = (seen.there, stranger) {
             self.keep(there, newest, seen.gone).await.map_err(|error| Fault::our_database(&error))?;
         }
-        Ok(stranger)
+        Ok((stranger, true))
     }
 
     async fn see_one(&self, witness: &Witness, seen: &mut Seen) -> std::result::Result<(), Fault> {

@@ -113,7 +113,8 @@ impl Memories {
         }
         all.add(self.end_pending(repair).await?);
         if repair && scope == Scope::All {
-            self.rescue().await?;
+            // Long enough for an audit that was begun with it to be met first.
+            self.rescue(2 * MARGIN).await?;
         }
         if all.repaired > 0 {
             tracing::info!(repaired = all.repaired, "audits were completed");

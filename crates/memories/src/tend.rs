@@ -179,8 +179,14 @@ impl Memories {
     /// Asks the service itself: does it let us in, is it the one we know, does it take what is written?
     pub async fn check(&self) -> Capability {
         let failed = |detail: String| Capability { status: "failed", detail: Some(detail) };
-        match self.recognise(Duration::ZERO).await {
-            Ok(_) => {}
+        let mut asked = self.recognise(Duration::ZERO).await.map(drop);
+        if asked.is_ok() && !self.health().recognised.is_some_and(|seen| seen.asked) {
+            // There was nothing to ask for; whether it lets us in is asked all the same.
+            asked = self.0.upstream.ping().await.map(drop);
+            self.note_answer(asked.as_ref().err());
+        }
+        match asked {
+            Ok(()) => {}
             // It answers, and would do more.
             Err(fault) if fault.blame == Blame::Limit => return self.capability(),
             Err(fault) => return failed(format!("{} {}", fault.code, fault.message)),

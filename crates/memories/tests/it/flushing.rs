@@ -81,7 +81,7 @@ async fn a_damaged_message_loses_no_memory(home: Home) {
     home.execute(&format!("UPDATE outbox SET payload = 'gibberish' WHERE id = {id}")).await;
     home.upstream.be(Mood::Well);
     home.flush().await;
-    assert_eq!(home.memories.rescue().await.unwrap(), 1);
+    assert_eq!(home.memories.rescue(secs(0)).await.unwrap(), 1);
     assert_eq!(home.flush().await.sent, 1);
     assert_eq!(home.upstream.contents().len(), 2);
     assert_eq!(home.count("memory_writes WHERE state = 'stored'").await, 2);

@@ -323,7 +323,7 @@ async fn work_off(config: &Config, outbox: &postrider::Outbox, output: Output) -
     }
     let parts = Parts::open(config, outbox).await?;
     if let Some(memories) = &parts.memories {
-        memories.rescue().await?;
+        memories.rescue(Duration::ZERO).await?;
         memories.wake_all().await?;
     }
     let report = build(config, outbox, &parts, &[(LANE, config.lane(LANE)?)], output, None).await?;

@@ -188,9 +188,11 @@ fn an_outage_from_its_beginning_to_its_end() {
             for view in ["logbook.outbox_memory", "governance.write_audit"] {
                 assert!(home.number(&format!("SELECT COUNT(*) FROM {view}")) > 100, "{view}");
             }
-            for view in ["logbook.kv", "logbook.events", "analysis.knowledge_candidates"] {
+            for view in ["logbook.events", "analysis.knowledge_candidates"] {
                 assert_eq!(home.number(&format!("SELECT COUNT(*) FROM {view}")), 0, "{view}");
             }
+            let cursors = "SELECT COUNT(*) FROM logbook.kv WHERE namespace <> 'gateway.upstream'";
+            assert_eq!(home.number(cursors), 0, "nothing but what OpenMemory is known by");
         }
     });
 }
@@ -199,7 +201,7 @@ fn an_outage_from_its_beginning_to_its_end() {
 #[test]
 fn while_the_breaker_is_open_nobody_asks() {
     let home = Home::sqlite();
-    let memory = OpenMemory::start(&home, &[]);
+    let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
     home.write(
         "postrider.toml",
         &format!(
