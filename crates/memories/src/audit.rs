@@ -1,6 +1,9 @@
 //! The audit of the gateway's own writes, in two phases: `pending` before the memory service is called, then how it ended.
 
+use std::time::Duration;
+
 use postrider::paging::{self, Candidates, Page, Rows, Wanted};
+use postrider::time::micros_of;
 use postrider::tx::{Dialect, Row, Tx, Value};
 use postrider::{Result, Timestamp};
 use serde::Serialize;
@@ -24,6 +27,13 @@ impl End<'_> {
     }
 }
 
+/// Who writes an audit, and whether an earlier try of the same may have been committed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct By<'a> {
+    pub writer: &'a str,
+    pub again: bool,
+}
+
 fn evidence(note: &Note, end: &End<'_>) -> Json {
     json!({
         "source": "gateway", "outbox_id": end.outbox_id, "memory_id": end.memory_id, "payload_sha": note.payload_sha,
@@ -43,12 +53,33 @@ fn text(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Postgres { "?::text" } else { "?" }
 }
 
-/// Writes the row of a store; its id.
-pub(crate) async fn write(tx: &mut (dyn Tx + Send), note: &Note, end: &End<'_>) -> Result<i64> {
+/// Writes the row of a store; its id. One store leaves one row, however often its half is tried.
+pub(crate) async fn write(tx: &mut (dyn Tx + Send), note: &Note, end: &End<'_>, by: By<'_>) -> Result<i64> {
+    if by.again
+        && let Some(known) = written_by(tx, &note.correlation_id, by.writer).await?
+    {
+        return Ok(known);
+    }
     let (space, sha) = (note.space.as_str(), note.payload_sha.as_str());
     let actor = note.actor.as_deref();
     let correlation_id = Some(note.correlation_id.as_str());
-    insert(tx, actor, space, sha, correlation_id, end, &evidence(note, end)).await
+    let mut evidence = evidence(note, end);
+    evidence["extra"]["writer"] = by.writer.into();
+    insert(tx, actor, space, sha, correlation_id, end, &evidence).await
+}
+
+/// The row an earlier try of this writer left, if it was committed.
+async fn written_by(tx: &mut (dyn Tx + Send), correlation_id: &str, writer: &str) -> Result<Option<i64>> {
+    let json = if tx.dialect() == Dialect::Postgres { "evidence_refs_json::text" } else { "evidence_refs_json" };
+    let sql =
+        format!("SELECT audit_id, {json} FROM write_audit WHERE correlation_id = ? ORDER BY audit_id DESC LIMIT 100");
+    for row in tx.query(&sql, &[correlation_id.into()]).await? {
+        let evidence: Json = serde_json::from_str(&row.text(1)?).unwrap_or_default();
+        if evidence["extra"]["writer"] == writer {
+            return Ok(Some(row.int(0)?));
+        }
+    }
+    Ok(None)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -112,6 +143,22 @@ pub(crate) async fn finish(tx: &mut (dyn Tx + Send), audit_id: i64, end: &End<'_
         json_sql(dialect)
     );
     Ok(tx.execute(&sql, &params).await? == 1)
+}
+
+/// Is it begun and not ended?
+pub(crate) async fn is_pending(tx: &mut (dyn Tx + Send), audit_id: i64) -> Result<bool> {
+    let sql = "SELECT 1 FROM write_audit WHERE audit_id = ? AND status = 'pending'";
+    Ok(!tx.query(sql, &[audit_id.into()]).await?.is_empty())
+}
+
+/// Rows that were begun so long ago and not ended, oldest first.
+pub(crate) async fn open(tx: &mut (dyn Tx + Send), stood: Duration, limit: u32) -> Result<Vec<i64>> {
+    let mut params = Vec::new();
+    let before = tx.now().bound(-micros_of(stood), &mut params);
+    let sql = format!(
+        "SELECT audit_id FROM write_audit WHERE status = 'pending' AND created_at < {before} ORDER BY created_at LIMIT {limit}"
+    );
+    tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect()
 }
 
 /// One row, as it is shown.

@@ -54,10 +54,16 @@ struct Inner {
     changed: Notify,
 }
 
-/// Leave to call once; dropped without a word it counts as a failure.
-pub struct Permit {
-    breaker: Breaker,
-    told: bool,
+/// Leave to call once. Only what the service did is told; who goes away before its answer has said nothing about it.
+pub struct Permit(Breaker);
+
+/// What an answer says of the service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sign {
+    Well,
+    Unwell,
+    /// Neither: it refused what it was asked, or limits how often.
+    Neither,
 }
 
 impl Breaker {
@@ -87,7 +93,7 @@ impl Breaker {
 
     /// May a call be made now? `None`: it would be in vain.
     pub fn permit(&self) -> Option<Permit> {
-        (!self.is_open()).then(|| Permit { breaker: self.clone(), told: false })
+        (!self.is_open()).then(|| Permit(self.clone()))
     }
 
     pub fn probed(&self) {
@@ -113,30 +119,11 @@ impl Breaker {
 }
 
 impl Permit {
-    pub fn succeeded(mut self) {
-        self.told = true;
-        self.breaker.tell(Event::Succeeded);
-    }
-
-    /// No call was made.
-    pub fn unused(mut self) {
-        self.told = true;
-    }
-
-    pub fn failed(self) {
-        drop(self);
-    }
-
-    /// What came of the call: did the service fail?
-    pub fn answered(self, failed: bool) {
-        if failed { self.failed() } else { self.succeeded() }
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        if !self.told {
-            self.breaker.tell(Event::Failed);
+    pub fn tell(self, sign: Sign) {
+        match sign {
+            Sign::Well => self.0.tell(Event::Succeeded),
+            Sign::Unwell => self.0.tell(Event::Failed),
+            Sign::Neither => {}
         }
     }
 }
@@ -148,16 +135,21 @@ mod tests {
     #[test]
     fn it_opens_after_failures_in_a_row_and_closes_when_a_probe_is_answered() {
         let breaker = Breaker::new(3);
-        let call = || breaker.permit().expect("it is closed");
-        call().failed();
-        call().failed();
-        call().succeeded();
-        call().failed();
-        call().failed();
-        call().unused();
+        let call = |sign: Sign| breaker.permit().expect("it is closed").tell(sign);
+        call(Sign::Unwell);
+        call(Sign::Unwell);
+        call(Sign::Well);
+        call(Sign::Unwell);
+        call(Sign::Neither);
+        call(Sign::Unwell);
         assert!(!breaker.is_open(), "a success in between starts the count anew");
-        drop(call());
-        assert!(breaker.is_open() && breaker.permit().is_none(), "a call that was given up is a failure");
+        for _ in 0..5 {
+            drop(breaker.permit());
+        }
+        assert!(!breaker.is_open(), "who goes away says nothing about the service");
+        call(Sign::Neither);
+        call(Sign::Unwell);
+        assert!(breaker.is_open() && breaker.permit().is_none(), "a refusal in between takes no failure back");
         breaker.probed();
         assert!(!breaker.is_open());
     }

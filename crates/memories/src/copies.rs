@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use postrider::Result;
+use postrider::message::sha256;
 use postrider::time::micros_of;
 use postrider::tx::{Dialect, Row, Tx, Value, for_update, in_ids};
 use serde_json::{Map, Value as Json};
 
-use crate::index;
 use crate::note::Note;
+use crate::{LANE, index};
 
 /// How far a memory has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,14 +49,20 @@ pub(crate) struct Copy {
     pub outbox_id: Option<i64>,
     pub audit_id: Option<i64>,
     pub writer: String,
+    /// The service has something else under its id, which it takes for this.
+    pub merged: bool,
+    /// Why the service refused it.
+    pub refusal: Option<String>,
+    /// For how much longer an earlier write may be applied; `None`: none can be.
+    pub doubt: Option<Duration>,
     /// The time a direct write had is over.
     pub overdue: bool,
 }
 
-const COLUMNS: &str = "id, state, memory_id, outbox_id, audit_id, writer";
+const COLUMNS: &str = "id, state, memory_id, outbox_id, audit_id, writer, merged, refusal, doubt_until, writing_until";
 
 fn copy(row: &Row) -> Result<Copy> {
-    let (until, now) = (row.opt_time(6)?, row.time(7)?);
+    let (doubt, until, now) = (row.opt_time(8)?, row.opt_time(9)?, row.time(10)?);
     Ok(Copy {
         id: row.int(0)?,
         state: State::parse(&row.text(1)?)?,
@@ -63,6 +70,9 @@ fn copy(row: &Row) -> Result<Copy> {
         outbox_id: row.opt_int(3)?,
         audit_id: row.opt_int(4)?,
         writer: row.text(5)?,
+        merged: row.bool(6)?,
+        refusal: row.opt_text(7)?,
+        doubt: doubt.map(|until| until.since(now)),
         overdue: until.is_some_and(|until| until <= now),
     })
 }
@@ -78,9 +88,27 @@ pub(crate) async fn find(
     let now = tx.now().plus(0, &mut params);
     params.extend([space.into(), payload_sha.into()]);
     let lock = if locked { for_update(tx.dialect()) } else { "" };
-    let sql = format!(
-        "SELECT {COLUMNS}, writing_until, {now} FROM memory_writes WHERE target_space = ? AND payload_sha = ?{lock}"
-    );
+    let sql = format!("SELECT {COLUMNS}, {now} FROM memory_writes WHERE target_space = ? AND payload_sha = ?{lock}");
+    tx.query(&sql, &params).await?.first().map(copy).transpose()
+}
+
+/// The copy that waits, or waited, as this message; locked. By its number: what a message holds may be damaged.
+pub(crate) async fn of_message(tx: &mut (dyn Tx + Send), outbox_id: i64) -> Result<Option<Copy>> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    params.push(outbox_id.into());
+    let lock = for_update(tx.dialect());
+    let sql = format!("SELECT {COLUMNS}, {now} FROM memory_writes WHERE outbox_id = ? ORDER BY id LIMIT 1{lock}");
+    tx.query(&sql, &params).await?.first().map(copy).transpose()
+}
+
+/// The copy of this number; locked.
+pub(crate) async fn by_id(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<Copy>> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    params.push(id.into());
+    let lock = for_update(tx.dialect());
+    let sql = format!("SELECT {COLUMNS}, {now} FROM memory_writes WHERE id = ?{lock}");
     tx.query(&sql, &params).await?.first().map(copy).transpose()
 }
 
@@ -119,33 +147,140 @@ pub(crate) async fn insert(
         return Ok(None);
     }
     let Some(copy) = find(tx, &note.space, &note.payload_sha, false).await? else { return Ok(None) };
-    let text = format!("{}\n{}", note.kind.as_deref().unwrap_or_default(), note.payload_md);
-    index::write(tx, index::Source::Memory, copy.id, &note.space, &text).await?;
+    index::write(tx, index::Source::Memory, copy.id, &note.space, &indexed_text(note)).await?;
     Ok(Some(copy.id))
 }
 
+/// A copy's next state. All of them end whatever write was under way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Becomes<'a> {
+    Stored {
+        memory_id: &'a str,
+        /// The service keeps something else under this id.
+        merged: bool,
+        outbox_id: Option<i64>,
+    },
+    Queued {
+        outbox_id: i64,
+        /// So long may an earlier write still be applied.
+        doubt: Option<Duration>,
+    },
+    Dead {
+        /// The service's words, if it was refused.
+        refusal: Option<&'a str>,
+    },
+    /// Nobody writes it, though it says so: whoever looks next queues it.
+    LeftBehind,
+}
+
 /// Moves a copy; the caller has it locked.
-pub(crate) async fn become_(
-    tx: &mut (dyn Tx + Send),
-    id: i64,
-    state: State,
-    memory_id: Option<&str>,
-    outbox_id: Option<i64>,
-) -> Result<()> {
-    let mut params: Vec<Value> = vec![state.as_str().into()];
-    let mut set = "state = ?, writing_until = NULL".to_owned();
-    if let Some(memory_id) = memory_id {
-        set.push_str(", memory_id = ?");
-        params.push(memory_id.into());
-    }
-    if let Some(outbox_id) = outbox_id {
-        set.push_str(", outbox_id = ?");
-        params.push(outbox_id.into());
-    }
+pub(crate) async fn become_(tx: &mut (dyn Tx + Send), id: i64, next: Becomes<'_>) -> Result<()> {
+    let mut params: Vec<Value> = Vec::new();
+    let text = if tx.dialect() == Dialect::Postgres { "?::text" } else { "?" };
+    let mut set = match next {
+        Becomes::Stored { memory_id, merged, outbox_id } => {
+            params.extend([memory_id.into(), i64::from(merged).into()]);
+            params.extend(outbox_id.map(Value::from));
+            let outbox = outbox_id.map_or("", |_| ", outbox_id = ?");
+            format!(
+                "state = 'stored', memory_id = ?, merged = ?{outbox}, doubt_until = NULL, refusal = NULL, lost_at = NULL"
+            )
+        }
+        Becomes::Queued { outbox_id, doubt } => {
+            params.push(outbox_id.into());
+            // Past doubts are over: it is looked for all the same.
+            let until = doubt.map(|doubt| tx.now().plus(micros_of(doubt), &mut params));
+            let until = until.map_or(String::new(), |until| format!(", doubt_until = {until}"));
+            format!("state = 'queued', outbox_id = ?{until}, refusal = NULL, lost_at = NULL")
+        }
+        Becomes::Dead { refusal } => {
+            params.push(refusal.into());
+            format!("state = 'dead', refusal = {text}, doubt_until = NULL")
+        }
+        Becomes::LeftBehind => "state = 'writing'".to_owned(),
+    };
+    set.push_str(", writing_until = ");
+    let until = match next {
+        Becomes::LeftBehind => tx.now().plus(0, &mut params),
+        _ => "NULL".to_owned(),
+    };
     let now = tx.now().plus(0, &mut params);
     params.push(id.into());
-    let sql = format!("UPDATE memory_writes SET {set}, updated_at = {now} WHERE id = ?");
+    let sql = format!("UPDATE memory_writes SET {set}{until}, updated_at = {now} WHERE id = ?");
     tx.execute(&sql, &params).await.map(drop)
+}
+
+/// A copy that has ended is written once more, by this writer; the caller has it locked.
+pub(crate) async fn write_again(
+    tx: &mut (dyn Tx + Send),
+    id: i64,
+    audit_id: i64,
+    writer: &str,
+    patience: Duration,
+) -> Result<()> {
+    let mut params: Vec<Value> = vec![audit_id.into(), writer.into()];
+    let until = tx.now().plus(micros_of(patience), &mut params);
+    let now = tx.now().plus(0, &mut params);
+    params.push(id.into());
+    let sql = format!(
+        "UPDATE memory_writes SET state = 'writing', audit_id = ?, writer = ?, writing_until = {until}, updated_at = {now} WHERE id = ?"
+    );
+    tx.execute(&sql, &params).await.map(drop)
+}
+
+/// What was delivered before is no longer there: the outbox must not take it for delivered.
+pub(crate) async fn forget_delivery(tx: &mut (dyn Tx + Send), note: &Note) -> Result<()> {
+    let sql = format!("DELETE FROM outbox_dedup WHERE lane = '{LANE}' AND payload_sha = ? AND target = ?");
+    let sha = sha256(note.payload_md.as_bytes());
+    tx.execute(&sql, &[sha.as_slice().into(), note.space.as_str().into()]).await.map(drop)
+}
+
+/// From now on an earlier write may be applied for so long; `None`: none can be any more.
+pub(crate) async fn set_doubt(tx: &mut (dyn Tx + Send), id: i64, doubt: Option<Duration>) -> Result<()> {
+    let mut params: Vec<Value> = Vec::new();
+    let until = doubt.map_or("NULL".to_owned(), |doubt| tx.now().plus(micros_of(doubt), &mut params));
+    params.push(id.into());
+    tx.execute(&format!("UPDATE memory_writes SET doubt_until = {until} WHERE id = ?"), &params).await.map(drop)
+}
+
+/// What the settle will find: the service has something else under its id, or not.
+pub(crate) async fn set_merged(tx: &mut (dyn Tx + Send), id: i64, merged: bool) -> Result<()> {
+    let params = [i64::from(merged).into(), id.into()];
+    tx.execute("UPDATE memory_writes SET merged = ? WHERE id = ?", &params).await.map(drop)
+}
+
+/// The service was asked for it: is it gone?
+pub(crate) async fn set_lost(tx: &mut (dyn Tx + Send), ids: &[i64], lost: bool) -> Result<()> {
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let mut params: Vec<Value> = Vec::new();
+    let at = if lost { tx.now().plus(0, &mut params) } else { "NULL".to_owned() };
+    let list = in_ids(tx.dialect(), ids, &mut params);
+    let sql = format!("UPDATE memory_writes SET lost_at = {at} WHERE id {list} AND state = 'stored'");
+    tx.execute(&sql, &params).await.map(drop)
+}
+
+/// Does another text of ours stand under this id of the service?
+pub(crate) async fn is_anothers(tx: &mut (dyn Tx + Send), memory_id: &str, payload_sha: &str) -> Result<bool> {
+    let sql = "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha <> ? LIMIT 1";
+    Ok(!tx.query(sql, &[memory_id.into(), payload_sha.into()]).await?.is_empty())
+}
+
+/// Does this very text of ours stand under this id of the service?
+pub(crate) async fn is_known(tx: &mut (dyn Tx + Send), memory_id: &str, payload_sha: &str) -> Result<bool> {
+    let sql = "SELECT 1 FROM memory_writes WHERE memory_id = ? AND state = 'stored' AND merged = 0 AND payload_sha = ? LIMIT 1";
+    Ok(!tx.query(sql, &[memory_id.into(), payload_sha.into()]).await?.is_empty())
+}
+
+/// Takes a copy away, with the words it is found by.
+pub(crate) async fn remove(tx: &mut (dyn Tx + Send), id: i64, note: &Note) -> Result<()> {
+    index::remove(tx, index::Source::Memory, id, &note.space, &indexed_text(note)).await?;
+    tx.execute("DELETE FROM memory_writes WHERE id = ?", &[id.into()]).await.map(drop)
+}
+
+fn indexed_text(note: &Note) -> String {
+    format!("{}\n{}", note.kind.as_deref().unwrap_or_default(), note.payload_md)
 }
 
 /// The memory of a copy, as it was handed in.
@@ -170,18 +305,6 @@ fn object(text: Option<String>) -> Map<String, Json> {
     text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
 }
 
-/// What goes with a queued memory when it is sent at last.
-pub(crate) struct Extras {
-    pub kind: Option<String>,
-    pub meta: Map<String, Json>,
-}
-
-/// The copy of a message, and what goes with it.
-pub(crate) async fn extras(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<Extras>> {
-    let rows = tx.query("SELECT kind, meta_json FROM memory_writes WHERE id = ?", &[id.into()]).await?;
-    rows.first().map(|row| Ok(Extras { kind: row.opt_text(0)?, meta: object(row.opt_text(1)?) })).transpose()
-}
-
 /// A copy as a question finds it.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
@@ -193,9 +316,12 @@ pub(crate) struct Found {
     pub payload_md: String,
     pub kind: Option<String>,
     pub created_at: postrider::Timestamp,
+    pub merged: bool,
+    pub evidence_refs: Vec<Json>,
 }
 
-const FOUND: &str = "id, target_space, state, memory_id, outbox_id, payload_md, kind, created_at";
+const FOUND: &str =
+    "id, target_space, state, memory_id, outbox_id, payload_md, kind, created_at, merged, evidence_refs_json";
 
 fn found(row: &Row) -> Result<Found> {
     Ok(Found {
@@ -207,6 +333,8 @@ fn found(row: &Row) -> Result<Found> {
         payload_md: row.text(5)?,
         kind: row.opt_text(6)?,
         created_at: row.time(7)?,
+        merged: row.bool(8)?,
+        evidence_refs: serde_json::from_str(&row.text(9)?).unwrap_or_default(),
     })
 }
 

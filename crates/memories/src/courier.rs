@@ -1,60 +1,29 @@
-//! The flush: brings a queued memory to the service, unless it is there already.
+//! The flush: brings a queued memory to the service, unless it is there already. What may be there is looked for first.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::message::{hex, sha256};
 use postrider::outcome::{Fault as Failure, Reach, code};
-use postrider::store::{Mode, Requeued};
+use postrider::store::Mode;
 use postrider::{Courier, Message, Outcome, Result};
 
-use crate::copies::{self, Extras, State};
+use crate::Memories;
+use crate::copies::{self, State};
 use crate::note::Note;
 use crate::tend::waiting;
-use crate::upstream::{Blame, Fault};
-use crate::{LANE, Memories};
+use crate::upstream::{Blame, Doubt, Fault};
+use crate::writing::{Found, Written, is_merged};
 
 /// How long a memory waits while the service cannot be used, unless it is woken, as it is once it can.
 const AWAY: Duration = Duration::from_secs(60);
 
-/// Delivers messages of the lane [`LANE`].
+/// Delivers messages of the lane [`LANE`](crate::LANE).
 pub struct MemoryCourier(Memories);
 
 impl Memories {
     pub fn courier(&self) -> MemoryCourier {
         MemoryCourier(self.clone())
-    }
-
-    /// Makes due now what waits only because the service could not be used; answers how many.
-    pub async fn wake(&self) -> Result<usize> {
-        self.0.outbox.wake_waiting(LANE, Some(&waiting::ALL)).await
-    }
-
-    /// Makes every queued memory due now, whatever it waits for; answers how many waited.
-    pub async fn wake_all(&self) -> Result<usize> {
-        self.0.outbox.wake_waiting(LANE, None).await
-    }
-
-    /// Brings given-up memories back under their ids.
-    pub async fn requeue(&self, ids: &[i64]) -> Result<Vec<Requeued>> {
-        let mut answers = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let outbox = self.0.outbox.clone();
-            let requeued = self.transact(Mode::Write, move |tx| {
-                let outbox = outbox.clone();
-                Box::pin(async move {
-                    let requeued = outbox.requeue_in(tx, id).await?;
-                    if requeued == Requeued::Requeued {
-                        let sql = "UPDATE memory_writes SET state = 'queued' WHERE outbox_id = ? AND state = 'dead'";
-                        tx.execute(sql, &[id.into()]).await?;
-                    }
-                    Ok(requeued)
-                })
-            });
-            answers.push(requeued.await?);
-        }
-        self.0.outbox.ring();
-        Ok(answers)
     }
 }
 
@@ -62,7 +31,23 @@ impl Memories {
 enum Known {
     /// It is in the service already.
     Stored(String),
-    Open(Option<Extras>),
+    Open(Option<Open>),
+}
+
+/// A memory that is still to be brought.
+struct Open {
+    copy: i64,
+    note: Note,
+    merged: bool,
+    /// For how much longer an earlier write may be applied.
+    doubt: Option<Duration>,
+}
+
+/// What became of the doubt about an earlier write.
+enum Doubted {
+    /// It may be written now; `true`: whatever was in doubt did not arrive.
+    Write(bool),
+    Instead(Outcome),
 }
 
 impl MemoryCourier {
@@ -72,14 +57,129 @@ impl MemoryCourier {
             let (space, sha) = (space.clone(), sha.clone());
             Box::pin(async move {
                 let Some(copy) = copies::find(tx, &space, &sha, false).await? else { return Ok(Known::Open(None)) };
-                match (copy.state, copy.memory_id) {
-                    (State::Stored, Some(memory_id)) => Ok(Known::Stored(memory_id)),
-                    _ => Ok(Known::Open(copies::extras(tx, copy.id).await?)),
+                if let (State::Stored, Some(memory_id)) = (copy.state, &copy.memory_id) {
+                    return Ok(Known::Stored(memory_id.clone()));
                 }
+                let note = copies::note_of(tx, copy.id).await?;
+                let (copy, merged, doubt) = (copy.id, copy.merged, copy.doubt);
+                Ok(Known::Open(note.map(|note| Open { copy, note, merged, doubt })))
             })
         });
         look.await
     }
+
+    async fn set_doubt(&self, copy: i64, doubt: Option<Duration>) -> Result<()> {
+        self.0.transact(Mode::Write, move |tx| Box::pin(copies::set_doubt(tx, copy, doubt))).await
+    }
+
+    /// A memory that may have been written is looked for; while it may yet be applied, it is not written again.
+    async fn doubted(&self, message: &Message, open: &mut Open) -> Result<Doubted> {
+        if open.doubt.is_none() && (message.crashes > 0 || message.maybe_sent) {
+            // Whoever held it is gone, and may have written it just then.
+            open.doubt = self.0.doubt_of(Doubt::UnderWay);
+            self.set_doubt(open.copy, open.doubt).await?;
+        }
+        let Some(left) = open.doubt else { return Ok(Doubted::Write(false)) };
+        let later = |delay: Duration| {
+            Doubted::Instead(Outcome::Defer {
+                delay: delay.max(Duration::from_millis(100)),
+                code: waiting::IN_DOUBT.into(),
+            })
+        };
+        let Some(permit) = self.0.0.breaker.permit() else {
+            return Ok(Doubted::Instead(Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() }));
+        };
+        let found = self.0.look_up(&open.note, left.is_zero()).await;
+        permit.tell(self.0.sign_of(found.as_ref().err()));
+        self.0.note_answer(found.as_ref().err());
+        match found {
+            Ok(Found::There(memory_id)) => {
+                return Ok(Doubted::Instead(Outcome::Sent { result_ref: Some(memory_id) }));
+            }
+            Err(fault) if fault.blame == Blame::Limit => return Ok(Doubted::Instead(self.limited())),
+            Err(fault) if fault.blame == Blame::Ours => {
+                return Ok(Doubted::Instead(Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() }));
+            }
+            Err(fault) if fault.blame == Blame::Service => return Ok(later(self.0.look_every())),
+            // Not there, or it cannot be asked: only time tells.
+            _ if !left.is_zero() => return Ok(later(left.min(self.0.look_every()))),
+            _ => {}
+        }
+        // From here on it is a new write: should we die in it, the doubt begins anew.
+        self.set_doubt(open.copy, None).await?;
+        Ok(Doubted::Write(true))
+    }
+
+    fn limited(&self) -> Outcome {
+        Outcome::Defer { delay: self.0.next_turn(), code: waiting::LIMITED.into() }
+    }
+
+    /// Writes it, and keeps with our copy what the settle must know of the answer.
+    async fn write(&self, message: &Message, open: &Open, resolved: bool) -> Outcome {
+        let Some(permit) = self.0.0.breaker.permit() else {
+            return Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() };
+        };
+        let called = self.0.add(&open.note, Some(message.id)).await;
+        permit.tell(self.0.sign_of(called.as_ref().err()));
+        match called {
+            Ok(written) => match self.keep_merged(open, &written).await {
+                Ok(()) => Outcome::Sent { result_ref: Some(written.memory_id) },
+                Err(error) => store_unavailable(message.id, &error),
+            },
+            Err(fault) => {
+                if let Some(doubt) = self.0.doubt_of(fault.doubt)
+                    && let Err(error) = self.set_doubt(open.copy, Some(doubt)).await
+                {
+                    tracing::warn!(%error, outbox_id = message.id, "a doubt could not be kept; it begins anew");
+                }
+                self.after(fault, resolved)
+            }
+        }
+    }
+
+    async fn keep_merged(&self, open: &Open, written: &Written) -> Result<()> {
+        let (note, copy, was, written) = (open.note.clone(), open.copy, open.merged, written.clone());
+        let kept = self.0.transact(Mode::Write, move |tx| {
+            let (note, written) = (note.clone(), written.clone());
+            Box::pin(async move {
+                let merged = is_merged(tx, &note, &written).await?;
+                if merged != was {
+                    copies::set_merged(tx, copy, merged).await?;
+                }
+                Ok(())
+            })
+        });
+        kept.await
+    }
+
+    /// What is recorded for a flush that failed.
+    fn after(&self, fault: Fault, resolved: bool) -> Outcome {
+        let mut failure = Failure::new(fault.code.clone(), fault.message, fault.reach);
+        failure.resolves = resolved;
+        match fault.blame {
+            Blame::Memory => Outcome::Dead(Failure { error: refused(&failure.error), ..failure }),
+            Blame::Ours => Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() },
+            Blame::Limit => self.limited(),
+            Blame::Service => Outcome::Retry { fault: failure, retry_after: fault.retry_after },
+        }
+    }
+}
+
+/// How a refusal is told where a message ends: the settle knows it by this.
+const REFUSED: &str = "refused: ";
+
+fn refused(why: &str) -> String {
+    format!("{REFUSED}{why}")
+}
+
+/// The service's words, if a message ended because it refused it.
+pub(crate) fn refusal(error: &str) -> Option<&str> {
+    error.strip_prefix(REFUSED)
+}
+
+fn store_unavailable(outbox_id: i64, error: &postrider::Error) -> Outcome {
+    tracing::warn!(%error, outbox_id, "our copy cannot be read or written; the memory waits");
+    Outcome::Defer { delay: Duration::from_secs(1), code: code::STORE_UNAVAILABLE.into() }
 }
 
 #[async_trait]
@@ -94,41 +194,28 @@ impl Courier for MemoryCourier {
         };
         let space = message.target.clone().unwrap_or_default();
         let sha = hex(&sha256(&message.payload));
-        let extras = match self.look(&space, &sha).await {
+        let mut open = match self.look(&space, &sha).await {
             Ok(Known::Stored(memory_id)) => return Outcome::Sent { result_ref: Some(memory_id) },
-            Ok(Known::Open(extras)) => extras.unwrap_or(Extras { kind: None, meta: serde_json::Map::new() }),
-            Err(error) => {
-                tracing::warn!(%error, outbox_id = message.id, "our copy cannot be read; the memory waits");
-                return Outcome::Defer { delay: Duration::from_secs(1), code: code::STORE_UNAVAILABLE.into() };
+            Ok(Known::Open(Some(open))) => open,
+            // Without our copy there is nothing to go by but the message.
+            Ok(Known::Open(None)) => {
+                Open { copy: 0, note: alone(message, text, space, sha), merged: false, doubt: None }
             }
+            Err(error) => return store_unavailable(message.id, &error),
         };
-        let Some(permit) = self.0.0.breaker.permit() else {
+        if self.0.0.breaker.is_open() {
             return Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() };
-        };
+        }
+        if self.0.limited().is_some() {
+            return self.limited();
+        }
         if !self.0.may_scout() {
-            permit.unused();
             return Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() };
         }
-        let note = Note {
-            payload_md: text,
-            space,
-            payload_sha: sha,
-            meta: serde_json::Map::new(),
-            kind: None,
-            evidence_refs: vec![],
-            actor: None,
-            correlation_id: message.correlation_id.clone().unwrap_or_default(),
-        };
-        let called = self.0.add(&note, extras.kind.as_deref(), &extras.meta, Some(message.id)).await;
-        match called {
-            Ok(memory_id) => {
-                permit.succeeded();
-                Outcome::Sent { result_ref: Some(memory_id) }
-            }
-            Err(fault) => {
-                permit.answered(fault.counts());
-                after(fault)
-            }
+        match self.doubted(message, &mut open).await {
+            Ok(Doubted::Instead(outcome)) => outcome,
+            Ok(Doubted::Write(resolved)) => self.write(message, &open, resolved).await,
+            Err(error) => store_unavailable(message.id, &error),
         }
     }
 
@@ -137,12 +224,15 @@ impl Courier for MemoryCourier {
     }
 }
 
-/// What is recorded for a flush that failed.
-fn after(fault: Fault) -> Outcome {
-    let failure = Failure::new(fault.code.clone(), fault.message, fault.reach);
-    match fault.blame {
-        Blame::Memory => Outcome::Dead(failure),
-        Blame::Ours => Outcome::Defer { delay: AWAY, code: waiting::UNUSABLE.into() },
-        Blame::Service => Outcome::Retry { fault: failure, retry_after: fault.retry_after },
+fn alone(message: &Message, payload_md: String, space: String, payload_sha: String) -> Note {
+    Note {
+        payload_md,
+        space,
+        payload_sha,
+        meta: serde_json::Map::new(),
+        kind: None,
+        evidence_refs: vec![],
+        actor: None,
+        correlation_id: message.correlation_id.clone().unwrap_or_default(),
     }
 }

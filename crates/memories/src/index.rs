@@ -49,7 +49,24 @@ pub(crate) async fn write(
     bulk::insert(tx, "memory_terms", &columns, &rows, false).await.map(drop)
 }
 
-/// What a question finds, best first: rare words count more, and of equals the newest is first.
+/// Takes a text out of the index again.
+pub(crate) async fn remove(
+    tx: &mut (dyn Tx + Send),
+    source: Source,
+    ref_id: i64,
+    space: &str,
+    text: &str,
+) -> Result<()> {
+    for term in terms(text) {
+        let key: [Value; 4] = [term.into(), space.into(), source.as_str().into(), ref_id.into()];
+        let sql = "DELETE FROM memory_terms WHERE term = ? AND target_space = ? AND source = ? AND ref_id = ?";
+        tx.execute(sql, &key).await?;
+    }
+    Ok(())
+}
+
+/// What a question finds, best first: rare words count more, and of equals the newest is first. A score of 1 has all of its
+/// words.
 pub(crate) async fn search(
     tx: &mut (dyn Tx + Send),
     question: &str,
@@ -58,6 +75,7 @@ pub(crate) async fn search(
 ) -> Result<Vec<(Source, i64, f64)>> {
     let probes = probes(question);
     let mut scores: HashMap<(Source, i64), f64> = HashMap::new();
+    let mut most = f64::MIN_POSITIVE;
     for probe in &probes {
         let mut hits = Vec::new();
         for source in Source::ALL {
@@ -66,12 +84,11 @@ pub(crate) async fn search(
             }
         }
         let weight = (1.0 + 3.0 * MOST_PER_TERM as f64 / (1.0 + hits.len() as f64)).ln();
+        most += weight;
         for hit in hits {
             *scores.entry(hit).or_default() += weight;
         }
     }
-    let best = |scores: &HashMap<(Source, i64), f64>| scores.values().copied().fold(0.0, f64::max);
-    let most = best(&scores).max(f64::MIN_POSITIVE);
     let mut found: Vec<(Source, i64, f64)> =
         scores.into_iter().map(|((source, id), score)| (source, id, score / most)).collect();
     found.sort_by(|a, b| b.2.total_cmp(&a.2).then(a.0.cmp(&b.0)).then(b.1.cmp(&a.1)));

@@ -11,18 +11,27 @@ pub mod scm;
 pub mod terms;
 pub mod upstream;
 
+mod answer;
 mod candidates;
 mod copies;
 mod courier;
+mod deep;
+mod doctor;
 mod governance;
 mod index;
 mod kv;
+mod operate;
+mod pace;
+mod probing;
 mod query;
+mod ranking;
+mod recognise;
 mod reconcile;
 mod report;
 mod settling;
 mod store;
 mod tend;
+mod writing;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -35,19 +44,22 @@ use postrider::tx::{BoxFuture, Tx};
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Migration, Outbox, Result};
 
+pub use self::answer::{Action, Stored, code};
 pub use self::audit::{AuditFilter, AuditRow};
 use self::breaker::Breaker;
 pub use self::candidates::{Imported, NewCandidate};
 pub use self::courier::MemoryCourier;
+pub use self::deep::{Deep, Resent};
 pub use self::note::{Governance, NewMemory, Note};
 pub use self::query::{Answer, Question, Recalled};
 pub use self::reconcile::{Reconciled, Scope};
 pub use self::report::{AuditStats, OutboxStats, Report};
 pub use self::settling::Settling;
-pub use self::store::{Action, Stored, code};
 pub use self::tend::Capability;
 use self::tend::Health;
 use self::upstream::OpenMemory;
+use self::writing::Listed;
+pub use self::writing::usual_under_way;
 
 /// The outbox lane of memories.
 pub const LANE: &str = "memory";
@@ -55,7 +67,8 @@ pub const LANE: &str = "memory";
 pub const OWNER: &str = "postrider memory";
 
 /// The tables of this part: versions 401 to 499.
-pub const MIGRATIONS: [Migration; 2] = postrider::migrations![401 "V401__memories", 402 "V402__scm"];
+pub const MIGRATIONS: [Migration; 3] =
+    postrider::migrations![401 "V401__memories", 402 "V402__scm", 403 "V403__merged_and_lost"];
 
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -68,6 +81,10 @@ pub struct Settings {
     pub breaker_failures: u32,
     /// How often it is then looked whether it is back.
     pub probe: Duration,
+    /// For so long a write that got no answer in time may still be applied: [`usual_under_way`].
+    pub under_way: Duration,
+    /// It should have what we believe it has; a stand-in has not.
+    pub recognise: bool,
 }
 
 /// What the store must know of the lane. `settling` is shared with [`Memories::new`].
@@ -104,6 +121,9 @@ struct Inner {
     breaker: Breaker,
     alerts: Option<Alerts>,
     health: Mutex<Health>,
+    /// Who asks whether it is the one we know does so alone.
+    recognising: tokio::sync::Mutex<()>,
+    listed: tokio::sync::Mutex<Listed>,
 }
 
 impl Memories {
@@ -113,8 +133,8 @@ impl Memories {
         let upstream = OpenMemory::new(settings.upstream.clone())?;
         let breaker = Breaker::new(settings.breaker_failures);
         let outbox = outbox.owning(OWNER);
-        let health = Mutex::default();
-        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health })))
+        let (health, recognising, listed) = Default::default();
+        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed })))
     }
 
     /// Longest memory, in bytes.

@@ -91,6 +91,13 @@ pub(crate) fn holds_nul(value: &Value) -> bool {
     }
 }
 
+impl Note {
+    /// Is its text the one it was stored with?
+    pub fn is_intact(&self) -> bool {
+        hex(&sha256(self.payload_md.as_bytes())) == self.payload_sha
+    }
+}
+
 /// Like `team:payments` or `private:ann`.
 pub fn check_space(space: &str) -> Result<(), String> {
     let wrong = space.is_empty()

@@ -1,22 +1,27 @@
-//! Asking for memories: the service first; when it cannot be asked, what we have ourselves, by keywords, and the answer
-//! says so.
+//! Asking for memories: the service, and beside it our own index for what the service does not have: what it merged away,
+//! and what is still on its way. When it cannot be asked, or is not the one we know, what we have ourselves is all there is,
+//! and the answer says so.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use postrider::store::Mode;
 use postrider::tx::{Dialect, Tx, Value, in_ids};
 use postrider::{Error, Result, Timestamp};
 use serde::Serialize;
 
-use crate::copies::{self, Found, State};
-use crate::index::{self, Source};
+use crate::copies;
+use crate::index::{self, BATCH, Source};
 use crate::note::check_space;
-use crate::upstream::{Fault, Match};
-use crate::{Memories, index::BATCH};
+use crate::recognise::FRESH;
+use crate::upstream::Match;
+use crate::{Memories, ranking};
 
 /// Most results.
 const MOST: usize = 100;
+/// As many of our own copies are looked at, at least, for what the service does not have.
+const LOCAL: usize = 50;
 /// Longest question, in bytes.
 const LONGEST: usize = 8 * 1024;
 
@@ -36,12 +41,15 @@ pub struct Recalled {
     pub content: String,
     pub score: Option<f64>,
     pub space: Option<String>,
-    /// `openmemory`; degraded: `memory_writes` (our copy), `outbox_memory` (not delivered yet), `knowledge_candidates`,
-    /// `logbook_events`.
+    /// `openmemory`; `memory_writes` (our copy: merged away there, or degraded), `outbox_memory` (not delivered yet);
+    /// degraded also `knowledge_candidates`, `logbook_events`.
     pub source: &'static str,
     pub kind: Option<String>,
     pub outbox_id: Option<i64>,
     pub created_at: Option<Timestamp>,
+    /// The service keeps this memory in its place.
+    pub merged_with: Option<String>,
+    pub evidence_refs: Vec<serde_json::Value>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -72,23 +80,14 @@ impl Memories {
         for space in spaces.iter().flatten() {
             check_space(space).map_err(Error::invalid)?;
         }
-        let asked = self.ask(&text, top_k, spaces.is_some()).await;
+        // A task of its own: who hangs up has not found out how the service is, and the answer still tells us.
+        let (handle, question_text, filtered) = (self.clone(), text.clone(), spaces.is_some());
+        let asked = tokio::spawn(async move { handle.ask(&question_text, top_k, filtered).await });
+        let asked = asked.await.unwrap_or_else(|_| Err("internal".to_owned()));
         let spaces_searched = spaces.clone().unwrap_or_else(|| vec!["*".to_owned()]);
         let (results, degraded, message) = match asked {
             Ok(matches) => {
-                let mut results = self.ours(matches, spaces.clone(), top_k).await?;
-                let mut message = "ok".to_owned();
-                // The service knows no spaces: others' memories may have taken the places of these.
-                if spaces.is_some() && results.len() < top_k {
-                    let more = self.fall_back(text, spaces, top_k).await?;
-                    let known = |found: &Recalled| results.iter().any(|result| result.content == found.content);
-                    let more: Vec<Recalled> = more.into_iter().filter(|found| !known(found)).collect();
-                    if !more.is_empty() {
-                        message = "ok; what OpenMemory did not rank high enough was added from local copies".to_owned();
-                    }
-                    results.extend(more);
-                    results.truncate(top_k);
-                }
+                let (results, message) = self.beside(matches, text, spaces, top_k).await?;
                 (results, false, message)
             }
             Err(why) => {
@@ -108,52 +107,59 @@ impl Memories {
         if self.0.settings.upstream.url.is_none() {
             return Err("not_configured".to_owned());
         }
+        if self.limited().is_some() {
+            return Err("rate_limited".to_owned());
+        }
         let Some(permit) = self.0.breaker.permit() else { return Err("breaker_open".to_owned()) };
         // The service knows no spaces: what is not ours is taken out afterwards.
         let k = if filtered { (top_k * 4).min(MOST * 2) } else { top_k };
-        let asked = self.0.upstream.query(text, k).await;
-        permit.answered(asked.as_ref().is_err_and(Fault::counts));
-        self.note_trouble(asked.as_ref().err());
-        asked.map_err(|fault| fault.class())
+        let (asked, known) = tokio::join!(self.0.upstream.query(text, k), self.recognise(FRESH));
+        permit.tell(self.sign_of(asked.as_ref().err()));
+        self.note_answer(asked.as_ref().err());
+        let matches = asked.map_err(|fault| fault.class())?;
+        // With a key that was read again just now, or after silence where we know better, it is asked once more.
+        let known = match known {
+            Ok(false) if matches.is_empty() => self.recognise(Duration::ZERO).await,
+            _ => self.recognise(FRESH).await,
+        };
+        match known {
+            Ok(true) => Err("it does not have the memories it had".to_owned()),
+            // It answered the question: that one memory cannot be asked for says nothing against it.
+            Ok(false) | Err(_) => Ok(matches),
+        }
     }
 
-    /// What the service found, told by our own copies: the whole text, and whose it is.
-    async fn ours(&self, matches: Vec<Match>, spaces: Option<Vec<String>>, top_k: usize) -> Result<Vec<Recalled>> {
-        let ids: Arc<Vec<String>> = Arc::new(matches.iter().map(|found| found.id.clone()).collect());
-        let copies = self.transact(Mode::Read, move |tx| {
-            let ids = ids.clone();
+    /// What the service found, and beside it what only we have of it.
+    async fn beside(
+        &self,
+        matches: Vec<Match>,
+        text: String,
+        spaces: Option<Vec<String>>,
+        top_k: usize,
+    ) -> Result<(Vec<Recalled>, String)> {
+        let work = Arc::new((matches, text, spaces));
+        let found = self.transact(Mode::Read, move |tx| {
+            let work = work.clone();
             Box::pin(async move {
-                let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-                copies::by_memory_ids(tx, &ids).await
+                let (matches, text, spaces) = &*work;
+                let ids: Vec<&str> = matches.iter().map(|found| found.id.as_str()).collect();
+                let copies = copies::by_memory_ids(tx, &ids).await?;
+                let hits = index::search(tx, text, spaces.as_deref(), (4 * top_k).max(LOCAL)).await?;
+                let own = copies::by_ids(tx, &of_source(&hits, Source::Memory)).await?;
+                Ok(ranking::merge(matches, copies, own, &hits, spaces.as_deref(), top_k))
             })
         });
-        let mut by_memory: HashMap<String, Vec<Found>> = HashMap::new();
-        for copy in copies.await? {
-            by_memory.entry(copy.memory_id.clone().unwrap_or_default()).or_default().push(copy);
+        let ranking::Merged { results, added, crowded_out } = found.await?;
+        let mut message = "ok".to_owned();
+        if added > 0 {
+            message.push_str(
+                "; what OpenMemory merged with other memories or does not have yet was added from local copies",
+            );
         }
-        let mut results = Vec::new();
-        for found in matches {
-            let copies = by_memory.remove(&found.id).unwrap_or_default();
-            let known = !copies.is_empty();
-            let allowed = |copy: &Found| spaces.as_ref().is_none_or(|spaces| spaces.contains(&copy.space));
-            let copy = copies.into_iter().find(allowed);
-            // A memory that is not ours is in no space of ours.
-            if copy.is_none() && (known || spaces.is_some()) {
-                continue;
-            }
-            results.push(Recalled {
-                memory_id: Some(found.id),
-                content: copy.as_ref().map_or(found.content, |copy| copy.payload_md.clone()),
-                score: found.score,
-                space: copy.as_ref().map(|copy| copy.space.clone()),
-                source: "openmemory",
-                kind: copy.as_ref().and_then(|copy| copy.kind.clone()),
-                outbox_id: copy.as_ref().and_then(|copy| copy.outbox_id),
-                created_at: copy.as_ref().map(|copy| copy.created_at),
-            });
+        if crowded_out > 0 {
+            message.push_str("; what OpenMemory did not rank high enough was added from local copies");
         }
-        results.truncate(top_k);
-        Ok(results)
+        Ok((results, message))
     }
 
     async fn fall_back(&self, text: String, spaces: Option<Vec<String>>, top_k: usize) -> Result<Vec<Recalled>> {
@@ -182,29 +188,19 @@ impl Memories {
     }
 }
 
+fn of_source(hits: &[(Source, i64, f64)], wanted: Source) -> Vec<i64> {
+    hits.iter().filter(|(source, ..)| *source == wanted).map(|(_, id, _)| *id).collect()
+}
+
 /// What the index found, in its order.
 async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result<Vec<Recalled>> {
-    let ids = |wanted: Source| -> Vec<i64> {
-        hits.iter().filter(|(source, ..)| *source == wanted).map(|(_, id, _)| *id).collect()
-    };
+    let ids = |wanted: Source| of_source(hits, wanted);
     let mut found: HashMap<(Source, i64), Recalled> = HashMap::new();
     for copy in copies::by_ids(tx, &ids(Source::Memory)).await? {
-        // What the service refused when it was stored was never taken.
-        if copy.state == State::Dead && copy.outbox_id.is_none() {
-            continue;
+        let id = copy.id;
+        if let Some(recalled) = ranking::own(copy) {
+            found.insert((Source::Memory, id), recalled);
         }
-        let delivered = matches!(copy.state, State::Stored | State::Writing);
-        let recalled = Recalled {
-            memory_id: copy.memory_id,
-            content: copy.payload_md,
-            score: None,
-            space: Some(copy.space),
-            source: if delivered { "memory_writes" } else { "outbox_memory" },
-            kind: copy.kind,
-            outbox_id: copy.outbox_id,
-            created_at: Some(copy.created_at),
-        };
-        found.insert((Source::Memory, copy.id), recalled);
     }
     let payload = if tx.dialect() == Dialect::Postgres { "payload_json::text" } else { "payload_json" };
     let candidates = (
@@ -234,6 +230,8 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
                 outbox_id: None,
                 // Others write these rows, and may have written anything.
                 created_at: row.opt_time(5).ok().flatten(),
+                merged_with: None,
+                evidence_refs: vec![],
             };
             found.insert((source, row.int(0)?), recalled);
         }

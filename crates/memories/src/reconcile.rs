@@ -15,7 +15,8 @@ use serde_json::{Value as Json, json};
 
 use crate::audit::{self, End};
 use crate::copies::{self, State};
-use crate::store::{MARGIN, redirected};
+use crate::store::{MARGIN, Waits, redirected};
+use crate::upstream::Doubt;
 use crate::{LANE, Memories};
 
 /// Rows of one look.
@@ -111,6 +112,10 @@ impl Memories {
             }
         }
         all.add(self.end_pending(repair).await?);
+        if repair && scope == Scope::All {
+            // Long enough for an audit that was begun with it to be met first.
+            self.rescue(2 * MARGIN).await?;
+        }
         if all.repaired > 0 {
             tracing::info!(repaired = all.repaired, "audits were completed");
             self.0.outbox.ring();
@@ -171,7 +176,7 @@ impl Memories {
     }
 
     /// Ends one audit that was left pending; `false`: it is not left, or has ended.
-    async fn end_one(&self, tx: &mut (dyn Tx + Send), audit_id: i64, repair: bool) -> Result<bool> {
+    pub(crate) async fn end_one(&self, tx: &mut (dyn Tx + Send), audit_id: i64, repair: bool) -> Result<bool> {
         let sql = "SELECT target_space, payload_sha FROM write_audit WHERE audit_id = ? AND status = 'pending'";
         let rows = tx.query(sql, &[audit_id.into()]).await?;
         let Some(row) = rows.first() else { return Ok(false) };
@@ -210,7 +215,10 @@ impl Memories {
                 memory_id: None,
             },
             // Whoever wrote it is gone, and may have written it: the outbox brings it to its end.
-            (State::Writing | State::Queued, _) => redirected(left, self.queue(tx, &note, copy.id).await?),
+            (State::Writing | State::Queued, _) => {
+                let waits = Waits { delay: Duration::ZERO, doubt: self.doubt_of(Doubt::UnderWay) };
+                redirected(left, self.queue(tx, &note, copy.id, waits).await?)
+            }
         };
         audit::end(tx, audit_id, &note, &end).await
     }

@@ -9,69 +9,19 @@ use postrider::error::{Effect, Kind};
 use postrider::store::Mode;
 use postrider::tx::Tx;
 use postrider::{Error, NewMessage, Result};
-use serde::Serialize;
-use serde_json::{Map, Value, json};
 
-use crate::audit::{self, End};
-use crate::copies::{self, Copy, State};
+use crate::answer::{Action, Ended, Failed, Stored, answer_of, blank, code};
+use crate::audit::{self, By, End};
+use crate::copies::{self, Becomes, Copy, State};
 use crate::note::{NewMemory, Note, active_key};
-use crate::upstream::{Addition, Blame, Fault};
+use crate::upstream::{Blame, Doubt, Fault, Sight};
+use crate::writing::{Called, Written, is_merged};
 use crate::{LANE, Memories, governance};
 
 /// Beyond the service's own timeout, until a write that nobody ended counts as left behind.
 pub(crate) const MARGIN: Duration = Duration::from_secs(2);
 /// How often a twin's write is looked at.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// What became of a memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Action {
-    /// It is in the service.
-    Allow,
-    /// It is in the outbox and will be brought there.
-    Deferred,
-    /// It is not taken.
-    Reject,
-    /// It could not be taken now.
-    Error,
-}
-
-impl Action {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Action::Allow => "allow",
-            Action::Deferred => "deferred",
-            Action::Reject => "reject",
-            Action::Error => "error",
-        }
-    }
-}
-
-/// Codes of [`Stored::error`].
-pub mod code {
-    pub const AUDIT_WRITE_FAILED: &str = "AUDIT_WRITE_FAILED";
-    pub const OUTBOX_ENQUEUE_FAILED: &str = "OUTBOX_ENQUEUE_FAILED";
-    pub const INVALID_MEMORY: &str = "INVALID_MEMORY";
-}
-
-/// The answer to a store, with the same fields and types whatever happened.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Stored {
-    pub ok: bool,
-    pub action: Action,
-    pub outbox_id: Option<i64>,
-    pub correlation_id: String,
-    pub space_written: Option<String>,
-    pub memory_id: Option<String>,
-    pub evidence_refs: Vec<Value>,
-    pub message: String,
-    pub deduplicated: bool,
-    pub payload_sha: Option<String>,
-    /// For [`Action::Error`] and [`Action::Reject`].
-    #[serde(skip)]
-    pub error: Option<&'static str>,
-}
 
 /// How the first half ended.
 #[derive(Clone, Debug)]
@@ -81,50 +31,40 @@ enum Begun {
         copy: i64,
         audit_id: i64,
     },
+    /// It should be there under this id; the service is to be asked first.
+    See {
+        memory_id: String,
+    },
     /// A twin's write is under way.
     Wait,
     Ended(Ended),
 }
 
-/// Where a memory is.
+/// With what the first half is tried.
 #[derive(Clone, Debug)]
-enum Ended {
-    Stored { memory_id: String, again: bool },
-    Queued { outbox_id: i64, again: bool, why: String },
-    Refused { code: &'static str, why: String },
+struct Attempt {
+    writer: String,
+    /// Why the service is not to be called, if so, and for how long that will be.
+    kept_from: Option<(&'static str, Duration)>,
+    /// What was seen under an id it should have.
+    seen: Option<(String, Sight)>,
+    /// An earlier try may have been committed.
+    again: bool,
 }
 
-/// Why there is no answer but an error.
-#[derive(Debug)]
-struct Failed {
-    code: &'static str,
-    what: &'static str,
-    error: Error,
-}
-
-impl Failed {
-    fn first_half(error: Error) -> Self {
-        let what = "our database cannot record the write, and nothing is written unrecorded; store it again later";
-        Failed { code: code::AUDIT_WRITE_FAILED, what, error }
-    }
-
-    fn second_half(written: bool, error: Error) -> Self {
-        let (code, what) = match written {
-            true => (
-                code::AUDIT_WRITE_FAILED,
-                "OpenMemory has the memory, but our database could not record it; the record will be completed, and storing it again does no harm",
-            ),
-            false => (
-                code::OUTBOX_ENQUEUE_FAILED,
-                "neither OpenMemory nor our database takes the memory now; store it again later",
-            ),
-        };
-        Failed { code, what, error }
+impl Attempt {
+    fn by(&self) -> By<'_> {
+        By { writer: &self.writer, again: self.again }
     }
 }
 
-/// What the service said, or why it was not asked.
-type Called = std::result::Result<String, Fault>;
+/// How a memory waits in the outbox.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Waits {
+    pub delay: Duration,
+    /// So long may an earlier write still be applied.
+    pub doubt: Option<Duration>,
+}
 
 impl Memories {
     /// Stores a memory. Always answers; what it says holds.
@@ -147,25 +87,35 @@ impl Memories {
     }
 
     async fn store_note(&self, note: &Arc<Note>) -> Result<Ended, Failed> {
-        let (began, writer) = (Tick::now(), format!("{:016x}{:016x}", clock::seed(), clock::seed()));
-        let patience = self.0.settings.upstream.timeout + 2 * MARGIN;
+        let began = Tick::now();
+        let writer = format!("{:016x}{:016x}", clock::seed(), clock::seed());
+        let patience = self.0.settings.upstream.timeout * 2 + 2 * MARGIN;
+        let mut seen = None;
         loop {
-            let may_call = self.0.settings.upstream.url.is_some() && !self.0.breaker.is_open();
-            let begun = self.begin(note, &writer, may_call).await.map_err(Failed::first_half)?;
-            if let Begun::Write { copy, audit_id } = begun {
-                let called = match self.0.breaker.permit() {
-                    Some(permit) => {
-                        let called = self.add(note, note.kind.as_deref(), &note.meta, None).await;
-                        permit.answered(called.as_ref().is_err_and(Fault::counts));
-                        called
-                    }
-                    None => Err(Fault::breaker_open()),
-                };
-                return self.end(note, copy, audit_id, called).await;
-            }
-            if let Begun::Ended(ended) = begun {
-                self.0.outbox.ring();
-                return Ok(ended);
+            let attempt =
+                Attempt { writer: writer.clone(), kept_from: self.kept_from(), seen: seen.take(), again: false };
+            match self.begin(note, attempt).await.map_err(Failed::first_half)? {
+                Begun::Write { copy, audit_id } => {
+                    let called = match self.0.breaker.permit() {
+                        Some(permit) => {
+                            let called = self.add(note, None).await;
+                            permit.tell(self.sign_of(called.as_ref().err()));
+                            called
+                        }
+                        None => Err(Fault::breaker_open()),
+                    };
+                    return self.end(note, copy, audit_id, called).await;
+                }
+                Begun::See { memory_id } => {
+                    let sight = self.sight(&memory_id).await;
+                    seen = Some((memory_id, sight));
+                    continue;
+                }
+                Begun::Ended(ended) => {
+                    self.0.outbox.ring();
+                    return Ok(ended);
+                }
+                Begun::Wait => {}
             }
             if Tick::now().since(began) > patience {
                 let what = "another write of the same memory does not end";
@@ -175,14 +125,25 @@ impl Memories {
         }
     }
 
+    /// Why the service is not to be called now, if so.
+    fn kept_from(&self) -> Option<(&'static str, Duration)> {
+        if self.0.settings.upstream.url.is_none() {
+            return Some(("not_configured", Duration::ZERO));
+        }
+        if self.0.breaker.is_open() {
+            return Some(("breaker_open", Duration::ZERO));
+        }
+        self.limited().map(|_| ("rate_limited", self.next_turn()))
+    }
+
     /// The first half: the audit, and a copy in the state `writing`; or, where the service is not to be called, all of it.
-    async fn begin(&self, note: &Arc<Note>, writer: &str, may_call: bool) -> Result<Begun> {
-        let writer: Arc<str> = writer.into();
+    async fn begin(&self, note: &Arc<Note>, attempt: Attempt) -> Result<Begun> {
         for round in 0.. {
-            let (handle, work, writer) = (self.clone(), note.clone(), writer.clone());
+            let attempt = Arc::new(Attempt { again: round > 0, ..attempt.clone() });
+            let (handle, work) = (self.clone(), note.clone());
             let begun = self.transact(Mode::Write, move |tx| {
-                let (handle, note, writer) = (handle.clone(), work.clone(), writer.clone());
-                Box::pin(async move { handle.begin_in(tx, &note, &writer, may_call).await })
+                let (handle, note, attempt) = (handle.clone(), work.clone(), attempt.clone());
+                Box::pin(async move { handle.begin_in(tx, &note, &attempt).await })
             });
             match begun.await {
                 // What was written is found then: its content is its key.
@@ -193,34 +154,30 @@ impl Memories {
         unreachable!("the loop ends by returning")
     }
 
-    async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, writer: &str, may_call: bool) -> Result<Begun> {
+    async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, attempt: &Attempt) -> Result<Begun> {
         if let Some((rule, why)) = governance::of(tx, &note.space).await?.refuses(note) {
             let reason = format!("governance:{rule}");
-            let end = End { action: "reject", reason, status: "failed", outbox_id: None, memory_id: None };
-            audit::write(tx, note, &end).await?;
+            audit::write(tx, note, &rejected(reason), attempt.by()).await?;
             return Ok(Begun::Ended(Ended::Refused { code: "GOVERNANCE_REJECTED", why }));
         }
         if let Some(copy) = copies::find(tx, &note.space, &note.payload_sha, true).await? {
-            return self.meet(tx, note, &copy, writer).await;
+            return self.meet(tx, note, &copy, attempt).await;
         }
-        let audit_id = audit::write(tx, note, &End::pending()).await?;
+        let audit_id = audit::write(tx, note, &End::pending(), attempt.by()).await?;
         let patience = self.0.settings.upstream.timeout + MARGIN;
-        let Some(copy) = copies::insert(tx, note, audit_id, writer, patience).await? else {
+        let Some(copy) = copies::insert(tx, note, audit_id, &attempt.writer, patience).await? else {
             return Err(Error::new(Kind::Busy, "the same memory was stored a moment ago; try again"));
         };
-        if may_call {
-            return Ok(Begun::Write { copy, audit_id });
-        }
-        let class = if self.0.settings.upstream.url.is_none() { "not_configured" } else { "breaker_open" };
+        let Some((class, delay)) = attempt.kept_from else { return Ok(Begun::Write { copy, audit_id }) };
         let why = format!("openmemory_write_failed:{class}");
-        let outbox_id = self.queue(tx, note, copy).await?;
+        let outbox_id = self.queue(tx, note, copy, Waits { delay, doubt: None }).await?;
         audit::end(tx, audit_id, note, &redirected(&why, outbox_id)).await?;
         Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }))
     }
 
     /// The same content in the same space was here before.
-    async fn meet(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: &Copy, writer: &str) -> Result<Begun> {
-        if copy.writer == writer {
+    async fn meet(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: &Copy, attempt: &Attempt) -> Result<Begun> {
+        if copy.writer == attempt.writer {
             // Our own, from a first half whose answer was lost.
             match (copy.state, copy.audit_id, copy.outbox_id) {
                 (State::Writing, Some(audit_id), _) if !copy.overdue => {
@@ -235,67 +192,107 @@ impl Memories {
         }
         match (copy.state, &copy.memory_id, copy.outbox_id) {
             (State::Writing, ..) if !copy.overdue => Ok(Begun::Wait),
-            (State::Stored, Some(memory_id), _) => {
-                let reason = "deduplicated".to_owned();
-                let end =
-                    End { action: "allow", reason, status: "success", outbox_id: None, memory_id: Some(memory_id) };
-                audit::write(tx, note, &end).await?;
-                Ok(Begun::Ended(Ended::Stored { memory_id: memory_id.clone(), again: true }))
-            }
+            (State::Stored, Some(memory_id), _) => self.meet_stored(tx, note, copy, memory_id, attempt).await,
             (State::Queued, _, Some(outbox_id)) => {
                 let why = "openmemory_write_failed:queued_before".to_owned();
-                audit::write(tx, note, &redirected(&why, outbox_id)).await?;
+                audit::write(tx, note, &redirected(&why, outbox_id), attempt.by()).await?;
                 Ok(Begun::Ended(Ended::Queued { outbox_id, again: true, why }))
             }
+            (State::Dead, ..) if copy.refusal.is_some() => self.meet_refused(tx, note, copy, attempt).await,
             // Left behind by a process that is gone, or given up: it is brought to its end through the outbox.
             (state, ..) => {
                 let class = if state == State::Dead { "given_up_before" } else { "left_behind" };
                 let why = format!("openmemory_write_failed:{class}");
-                let outbox_id = self.queue(tx, note, copy.id).await?;
+                let doubt = (state == State::Writing).then(|| self.doubt_of(Doubt::UnderWay)).flatten();
+                let outbox_id = self.queue(tx, note, copy.id, Waits { delay: Duration::ZERO, doubt }).await?;
                 if let (State::Writing, Some(audit_id), Some(first)) =
                     (state, copy.audit_id, copies::note_of(tx, copy.id).await?)
                 {
                     audit::end(tx, audit_id, &first, &redirected(&why, outbox_id)).await?;
                 }
-                audit::write(tx, note, &redirected(&why, outbox_id)).await?;
+                audit::write(tx, note, &redirected(&why, outbox_id), attempt.by()).await?;
                 Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }))
             }
         }
     }
 
+    /// It was stored. That the service still has it is asked, not believed: with another key, or emptied, it has not.
+    async fn meet_stored(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        note: &Note,
+        copy: &Copy,
+        memory_id: &str,
+        attempt: &Attempt,
+    ) -> Result<Begun> {
+        let seen = attempt.seen.as_ref().filter(|(id, _)| id == memory_id).map(|(_, sight)| sight);
+        let gone = match (seen, attempt.kept_from) {
+            (None, None) => return Ok(Begun::See { memory_id: memory_id.to_owned() }),
+            (Some(Sight::Missing), _) => true,
+            // What it was merged with may be another key's: writing it again would merge it again.
+            (Some(Sight::Hidden), _) => !copy.merged,
+            (Some(Sight::Seen(_) | Sight::Unaskable), _) => false,
+            (None, Some(_)) => self.is_stranger() && !copy.merged,
+        };
+        if !gone {
+            let reason = if copy.merged { "merged" } else { "deduplicated" }.to_owned();
+            let end = End { action: "allow", reason, status: "success", outbox_id: None, memory_id: Some(memory_id) };
+            audit::write(tx, note, &end, attempt.by()).await?;
+            let (memory_id, merged) = (memory_id.to_owned(), copy.merged);
+            return Ok(Begun::Ended(Ended::Stored { memory_id, again: true, deduplicated: true, merged }));
+        }
+        copies::forget_delivery(tx, note).await?;
+        if let Some((class, delay)) = attempt.kept_from {
+            let why = format!("openmemory_write_failed:{class}");
+            let outbox_id = self.queue(tx, note, copy.id, Waits { delay, doubt: None }).await?;
+            audit::write(tx, note, &redirected(&why, outbox_id), attempt.by()).await?;
+            return Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }));
+        }
+        self.write_again(tx, note, copy, attempt).await
+    }
+
+    /// The service refused it. It may think better of it, so it is asked again; while it cannot be, its word stands.
+    async fn meet_refused(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        note: &Note,
+        copy: &Copy,
+        attempt: &Attempt,
+    ) -> Result<Begun> {
+        if attempt.kept_from.is_none() {
+            return self.write_again(tx, note, copy, attempt).await;
+        }
+        audit::write(tx, note, &rejected("openmemory_refused:before".to_owned()), attempt.by()).await?;
+        let why = copy.refusal.clone().unwrap_or_default();
+        let why = format!("{why} (when it was stored before; OpenMemory cannot be asked again now)");
+        Ok(Begun::Ended(Ended::Refused { code: "MEMORY_REFUSED", why }))
+    }
+
+    async fn write_again(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        note: &Note,
+        copy: &Copy,
+        attempt: &Attempt,
+    ) -> Result<Begun> {
+        let audit_id = audit::write(tx, note, &End::pending(), attempt.by()).await?;
+        let patience = self.0.settings.upstream.timeout + MARGIN;
+        copies::write_again(tx, copy.id, audit_id, &attempt.writer, patience).await?;
+        Ok(Begun::Write { copy: copy.id, audit_id })
+    }
+
     /// Puts a memory into the outbox; the copy is locked.
-    pub(crate) async fn queue(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: i64) -> Result<i64> {
+    pub(crate) async fn queue(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: i64, waits: Waits) -> Result<i64> {
         let mut message = NewMessage::new(LANE, note.payload_md.clone())
             .content_type("text/markdown; charset=utf-8")
             .active_key(active_key(&note.space, &note.payload_sha))
-            .target(&note.space);
+            .target(&note.space)
+            .delay(waits.delay);
         message.correlation_id = Some(note.correlation_id.clone()).filter(|id| !id.is_empty());
         let receipt = self.0.outbox.enqueue_in(tx, &[message]).await?;
         let id = receipt.ids().first().copied().ok_or_else(|| Error::database("an enqueue without an id"))?;
-        copies::become_(tx, copy, State::Queued, None, Some(id)).await?;
+        copies::become_(tx, copy, Becomes::Queued { outbox_id: id, doubt: waits.doubt }).await?;
         Ok(id)
-    }
-
-    /// One write to the service, with what tells whose it is.
-    pub(crate) async fn add(
-        &self,
-        note: &Note,
-        kind: Option<&str>,
-        meta: &Map<String, Value>,
-        outbox_id: Option<i64>,
-    ) -> Called {
-        let mut metadata = meta.clone();
-        metadata.extend([
-            ("target_space".to_owned(), json!(note.space)),
-            ("payload_sha".to_owned(), json!(note.payload_sha)),
-            ("outbox_id".to_owned(), json!(outbox_id)),
-        ]);
-        metadata.extend(kind.map(|kind| ("kind".to_owned(), json!(kind))));
-        let tags = [note.space.as_str()].into_iter().chain(kind).collect();
-        let addition = Addition { content: &note.payload_md, tags, metadata: Value::Object(metadata) };
-        let called = self.0.upstream.add(&addition).await;
-        self.note_trouble(called.as_ref().err());
-        called
     }
 
     /// The second half.
@@ -334,32 +331,18 @@ impl Memories {
         let copy = copies::find(tx, &note.space, &note.payload_sha, true).await?.ok_or_else(gone)?;
         let ours = copy.id == id && copy.state == State::Writing && copy.audit_id == Some(audit_id);
         match called {
-            Ok(memory_id) => {
-                // Also where somebody thought us gone and queued it: the flush then finds it stored.
-                if copy.state != State::Stored {
-                    copies::become_(tx, copy.id, State::Stored, Some(memory_id), None).await?;
-                }
-                let reason = "openmemory_write_success".to_owned();
-                let end =
-                    End { action: "allow", reason, status: "success", outbox_id: None, memory_id: Some(memory_id) };
-                if !audit::end(tx, audit_id, note, &end).await? && !ours {
-                    audit::write(tx, note, &end).await?;
-                }
-                Ok(Ended::Stored { memory_id: memory_id.clone(), again: false })
-            }
+            Ok(written) => self.end_written(tx, note, &copy, audit_id, written).await,
             Err(fault) if fault.blame == Blame::Memory => {
                 if ours {
-                    copies::become_(tx, id, State::Dead, None, None).await?;
+                    copies::become_(tx, id, Becomes::Dead { refusal: Some(&fault.message) }).await?;
                 }
-                let reason = format!("openmemory_refused:{}", fault.class());
-                let end = End { action: "reject", reason, status: "failed", outbox_id: None, memory_id: None };
-                audit::end(tx, audit_id, note, &end).await?;
+                audit::end(tx, audit_id, note, &rejected(format!("openmemory_refused:{}", fault.class()))).await?;
                 Ok(Ended::Refused { code: "MEMORY_REFUSED", why: fault.message.clone() })
             }
             Err(fault) => {
                 let why = format!("openmemory_write_failed:{}", fault.class());
                 let outbox_id = match (ours, copy.outbox_id) {
-                    (true, _) => self.queue(tx, note, id).await?,
+                    (true, _) => self.queue(tx, note, id, self.waits_after(fault)).await?,
                     // Somebody thought us gone, and queued it; or our own answer was lost.
                     (false, Some(outbox_id)) => outbox_id,
                     (false, None) => return Err(gone()),
@@ -369,6 +352,45 @@ impl Memories {
             }
         }
     }
+
+    async fn end_written(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        note: &Note,
+        copy: &Copy,
+        audit_id: i64,
+        written: &Written,
+    ) -> Result<Ended> {
+        let memory_id = written.memory_id.as_str();
+        let merged = is_merged(tx, note, written).await?;
+        // Also where somebody thought us gone and queued it: the flush then finds it stored.
+        let new = copy.state != State::Stored;
+        if new {
+            copies::become_(tx, copy.id, Becomes::Stored { memory_id, merged, outbox_id: None }).await?;
+        }
+        let reason = if merged { "openmemory_merged" } else { "openmemory_write_success" }.to_owned();
+        let end = End { action: "allow", reason, status: "success", outbox_id: None, memory_id: Some(memory_id) };
+        // It ended before where somebody thought us gone, and where the answer of our own commit was lost; then it was
+        // us who made it stored, and it is told.
+        if !audit::end(tx, audit_id, note, &end).await? && new {
+            let by = By { writer: &copy.writer, again: false };
+            audit::write(tx, note, &end, by).await?;
+        }
+        let (memory_id, deduplicated) = (memory_id.to_owned(), written.deduplicated);
+        Ok(Ended::Stored { memory_id, again: false, deduplicated, merged })
+    }
+
+    /// How long a memory waits whose write failed so.
+    fn waits_after(&self, fault: &Fault) -> Waits {
+        let doubt = self.doubt_of(fault.doubt);
+        let delay = match fault.blame {
+            Blame::Limit => self.next_turn(),
+            // It is looked for soon: most that got no answer in time are there a little later.
+            _ if doubt.is_some() => self.look_every(),
+            _ => Duration::ZERO,
+        };
+        Waits { delay, doubt }
+    }
 }
 
 pub(crate) fn redirected(reason: &str, outbox_id: i64) -> End<'static> {
@@ -376,47 +398,6 @@ pub(crate) fn redirected(reason: &str, outbox_id: i64) -> End<'static> {
     End { action: "redirect", reason, status: "redirected", outbox_id: Some(outbox_id), memory_id: None }
 }
 
-fn blank(correlation_id: String, evidence_refs: Vec<Value>, action: Action, message: String) -> Stored {
-    Stored {
-        ok: false,
-        action,
-        outbox_id: None,
-        correlation_id,
-        space_written: None,
-        memory_id: None,
-        evidence_refs,
-        message,
-        deduplicated: false,
-        payload_sha: None,
-        error: None,
-    }
-}
-
-fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
-    let blank = |action, message| Stored {
-        payload_sha: Some(note.payload_sha.clone()),
-        ..blank(note.correlation_id.clone(), note.evidence_refs.clone(), action, message)
-    };
-    match ended {
-        Ok(Ended::Stored { memory_id, again }) => {
-            let message = if again { "this memory was stored before" } else { "stored" };
-            Stored {
-                ok: true,
-                space_written: Some(note.space.clone()),
-                memory_id: Some(memory_id),
-                deduplicated: again,
-                ..blank(Action::Allow, message.to_owned())
-            }
-        }
-        Ok(Ended::Queued { outbox_id, again, why }) => {
-            let message =
-                format!("OpenMemory is not available ({why}); the memory is queued and will be written later");
-            Stored { outbox_id: Some(outbox_id), deduplicated: again, ..blank(Action::Deferred, message) }
-        }
-        Ok(Ended::Refused { code, why }) => Stored { error: Some(code), ..blank(Action::Reject, why) },
-        Err(Failed { code, what, error }) => {
-            tracing::error!(%error, code, correlation_id = note.correlation_id, "a memory could not be stored");
-            Stored { error: Some(code), ..blank(Action::Error, format!("{code}: {what}")) }
-        }
-    }
+fn rejected(reason: String) -> End<'static> {
+    End { action: "reject", reason, status: "failed", outbox_id: None, memory_id: None }
 }

@@ -4,16 +4,22 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use postrider::Result;
 use postrider::alerts::Alert;
 use postrider::clock::{self, Tick};
+use postrider::store::Prune;
 use serde::Serialize;
 
-use crate::Memories;
+use crate::pace::Pace;
+use crate::recognise::{Recognised, STRANGER};
 use crate::reconcile::Scope;
 use crate::upstream::{Blame, Fault};
+use crate::{LANE, Memories};
 
 /// How often audits are completed and the index catches up.
 const EVERY: Duration = Duration::from_secs(30);
+/// Messages pruned in one transaction.
+const PRUNE: u32 = 1000;
 /// How often a queued memory is tried while the service cannot be used as it is configured.
 const SCOUT_EVERY: Duration = Duration::from_secs(30);
 
@@ -22,6 +28,10 @@ pub(crate) mod waiting {
     pub const BREAKER_OPEN: &str = "BREAKER_OPEN";
     pub const UNUSABLE: &str = "OPENMEMORY_UNUSABLE";
     pub const ALL: [&str; 2] = [BREAKER_OPEN, UNUSABLE];
+    /// It takes no more for now; each comes at its turn.
+    pub const LIMITED: &str = "OPENMEMORY_LIMITED";
+    /// An earlier write may yet be applied; it is looked for.
+    pub const IN_DOUBT: &str = "OPENMEMORY_IN_DOUBT";
 }
 
 /// Whether the memory service can be used.
@@ -40,6 +50,14 @@ pub(crate) struct Health {
     trouble: Option<(String, Tick)>,
     /// It was told that the service cannot be used.
     told: bool,
+    /// How much it takes.
+    pace: Pace,
+    /// Whether it is the one we know.
+    pub(crate) recognised: Option<Recognised>,
+    /// When it could not be asked, and why.
+    pub(crate) unrecognised: Option<(Tick, Fault)>,
+    /// Up to this audit failed writes were followed by one that succeeded.
+    pub(crate) cleared: i64,
 }
 
 impl Memories {
@@ -61,13 +79,11 @@ impl Memories {
             }
             let pause = self.0.breaker.probe_after(self.0.settings.probe);
             tokio::time::sleep(pause.mul_f64(0.9 + clock::chance() / 5.0)).await;
-            // A question is as good as a write to find out, and does no harm.
-            match self.0.upstream.query("postrider", 1).await {
-                Err(fault) if fault.blame == Blame::Service => {}
-                answered => {
-                    self.note_trouble(answered.as_ref().err());
-                    self.0.breaker.probed();
-                }
+            // Something that needs the key is as good as a write to find out, and does no harm.
+            let answered = self.0.upstream.ping().await;
+            self.note_answer(answered.as_ref().err());
+            if answered.as_ref().err().is_none_or(|fault| !fault.counts()) {
+                self.0.breaker.probed();
             }
         }
     }
@@ -85,13 +101,51 @@ impl Memories {
         if let Err(error) = self.reconcile(Scope::Recent, true).await {
             tracing::warn!(%error, "audits could not be completed; it will be tried again");
         }
+        if let Err(error) = self.heal().await {
+            tracing::warn!(%error, "memories that wait in vain could not be looked for; it will be tried again");
+        }
+        if let Err(error) = self.prune().await {
+            tracing::warn!(%error, "pruning failed; it will be tried again");
+        }
+        if self.0.settings.upstream.url.is_some() && !self.0.breaker.is_open() && self.limited().is_none() {
+            // Said in the log and by the gate, whoever asks.
+            let _ = self.recognise(EVERY / 2).await;
+        }
         if let Err(error) = self.catch_up(10).await {
             tracing::warn!(%error, "the index of memories could not catch up; it will be tried again");
         }
     }
 
-    fn health(&self) -> std::sync::MutexGuard<'_, Health> {
+    /// Deletes queued memories' messages that ended long enough ago; the memories themselves stay.
+    async fn prune(&self) -> Result<()> {
+        let retention = self.0.outbox.lanes().get(LANE)?.retention;
+        loop {
+            let pruned = self.purge(retention, false).await?;
+            if pruned < u64::from(PRUNE) {
+                return Ok(());
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// One bounded batch of messages that ended so long ago; answers how many went, or would go.
+    pub async fn purge(&self, older_than: Duration, dry_run: bool) -> Result<u64> {
+        let prune = Prune { lane: Some(LANE.to_owned()), older_than, limit: PRUNE, dry_run };
+        Ok(self.0.outbox.prune(prune).await?.messages)
+    }
+
+    pub(crate) fn health(&self) -> std::sync::MutexGuard<'_, Health> {
         self.0.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For how much longer the service takes nothing, as it said.
+    pub(crate) fn limited(&self) -> Option<Duration> {
+        self.health().pace.left(Tick::now())
+    }
+
+    /// How long the next memory waits that finds the limit used up.
+    pub(crate) fn next_turn(&self) -> Duration {
+        self.health().pace.turn(Tick::now())
     }
 
     /// Why the service cannot be used now, if so.
@@ -101,7 +155,8 @@ impl Memories {
         }
         let trouble = self.health().trouble.as_ref().map(|(why, _)| why.clone());
         let open = || self.0.breaker.is_open().then(|| "it does not answer; memories are queued".to_owned());
-        trouble.or_else(open)
+        let stranger = || self.is_stranger().then(|| STRANGER.to_owned());
+        trouble.or_else(open).or_else(stranger)
     }
 
     /// As this process knows it from its last calls.
@@ -116,17 +171,33 @@ impl Memories {
     }
 
     /// Does the service answer at all?
-    pub async fn check_health(&self) -> Result<(), String> {
+    pub async fn check_health(&self) -> std::result::Result<(), String> {
         let answered = self.0.upstream.health().await;
         answered.map(drop).map_err(|fault| format!("{} {}", fault.code, fault.message))
     }
 
-    /// Asks the service itself how it is.
+    /// Asks the service itself: does it let us in, is it the one we know, does it take what is written?
     pub async fn check(&self) -> Capability {
-        match self.0.upstream.health().await {
-            Ok(_) => self.capability(),
-            Err(fault) => Capability { status: "failed", detail: Some(format!("{} {}", fault.code, fault.message)) },
+        let failed = |detail: String| Capability { status: "failed", detail: Some(detail) };
+        let mut asked = self.recognise(Duration::ZERO).await.map(drop);
+        if asked.is_ok() && !self.health().recognised.is_some_and(|seen| seen.asked) {
+            // There was nothing to ask for; whether it lets us in is asked all the same.
+            asked = self.0.upstream.ping().await.map(drop);
+            self.note_answer(asked.as_ref().err());
         }
+        match asked {
+            Ok(()) => {}
+            // It answers, and would do more.
+            Err(fault) if fault.blame == Blame::Limit => return self.capability(),
+            Err(fault) => return failed(format!("{} {}", fault.code, fault.message)),
+        }
+        if self.is_stranger() {
+            return self.capability();
+        }
+        if let Some(why) = self.writes_fail().await {
+            return failed(why);
+        }
+        self.capability()
     }
 
     /// May a queued memory be shown to the service? While it cannot be used as it is configured, one now and then.
@@ -141,13 +212,24 @@ impl Memories {
         may
     }
 
-    /// Keeps what only a person can correct; a call that was answered well clears it.
-    pub(crate) fn note_trouble(&self, fault: Option<&Fault>) {
+    /// Keeps what an answer says beside its matter: its limits, what only a person can correct, that it may be another.
+    pub(crate) fn note_answer(&self, fault: Option<&Fault>) {
+        let now = Tick::now();
         let ours = match fault {
-            Some(fault) if fault.blame == Blame::Ours => Some(format!("{} {}", fault.code, fault.message)),
-            // It does not answer at all: nothing is known about the rest.
-            Some(fault) if fault.blame == Blame::Service => return,
-            _ => None,
+            None => {
+                self.health().pace.answered(now);
+                None
+            }
+            Some(fault) => match fault.blame {
+                Blame::Ours => Some(format!("{} {}", fault.code, fault.message)),
+                Blame::Limit => {
+                    self.health().pace.refused(now, fault.retry_after);
+                    return;
+                }
+                // It does not answer at all, and may be another when it does; nothing is known about the rest.
+                Blame::Service => return self.doubt_recognition(),
+                Blame::Memory => None,
+            },
         };
         let changed = {
             let mut health = self.health();
@@ -180,7 +262,7 @@ impl Memories {
     }
 
     /// Tells whoever should know when the service can no longer be used, and when it can again; wakes what waited for it.
-    async fn tell_of_change(&self) {
+    pub(crate) async fn tell_of_change(&self) {
         let unusable = self.unusable();
         {
             let mut health = self.health();

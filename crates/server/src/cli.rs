@@ -322,14 +322,44 @@ pub enum Memory {
     Flush,
     /// Bring memories back that were given up
     Requeue {
-        #[arg(value_name = "ID", required = true)]
+        #[arg(value_name = "ID", required_unless_present = "dead", conflicts_with = "dead")]
         ids: Vec<i64>,
+        /// All that were given up
+        #[arg(long)]
+        dead: bool,
+        /// Only count, bring nothing back
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Complete the audit: writes without theirs, audits without their end
     Reconcile {
         /// Only count, repair nothing
         #[arg(long)]
         report: bool,
+        /// Also ask OpenMemory for every memory it should have; a look that was stopped goes on (exits with 1 if one is missing)
+        #[arg(long)]
+        deep: bool,
+        /// Ask for at most so many now
+        #[arg(long, value_name = "N", requires = "deep", value_parser = clap::value_parser!(u64).range(1..))]
+        limit: Option<u64>,
+    },
+    /// Write again, from our copies, what OpenMemory no longer has
+    Resend {
+        /// All it was found not to have; it is asked first
+        #[arg(long, required = true)]
+        missing: bool,
+        /// Only count, write nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Delete messages of memories that ended long ago; the memories themselves stay
+    Purge {
+        /// Only what ended at least this long ago: 12h, 7d
+        #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+        older_than: Duration,
+        /// Only count, delete nothing
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Show the audit of writes, newest first
     Audit {

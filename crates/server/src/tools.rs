@@ -51,7 +51,7 @@ pub const TOOLS: [Tool; 6] = [
     Tool {
         name: "memory_store",
         title: "Store a memory",
-        about: "Remember something for later sessions: a decision and its reason, a fact about the project, a lesson learnt. Write it so that it is understood without this conversation, one matter per call. `action` tells what became of it: `allow` is stored; `deferred` is safely queued and will be written by itself, so do NOT store it again; `reject` and `error` are not stored, `message` says why. Storing the same text again is harmless (`deduplicated`).",
+        about: "Remember something for later sessions: a decision and its reason, a fact about the project, a lesson learnt. Write it so that it is understood without this conversation, one matter per call. `action` tells what became of it: `allow` is stored; `deferred` is safely queued and will be written by itself, so do NOT store it again; `reject` and `error` are not stored, `message` says why. Storing the same text again is harmless (`deduplicated`). With `merged_with` the memory service took the text for a similar one; it is kept here all the same, and found.",
         input: || {
             json!({
                 "type": "object",
@@ -248,10 +248,15 @@ impl Tools {
                 read::<NoArguments>(arguments)?;
                 Ok(Answered::ok(json!(self.memories()?.report().await?)))
             }
-            _ => {
+            "reconcile" => {
                 caller.may_use(LANE)?;
                 let wanted: ReconcileArguments = read(arguments)?;
                 Ok(Answered::ok(json!(self.memories()?.reconcile(Reach::All, !wanted.report).await?)))
+            }
+            // A tool that is described and does nothing is a mistake of ours.
+            other => {
+                let what = format!("the tool `{other}` is not there yet");
+                Err(Refusal::new(StatusCode::NOT_IMPLEMENTED, "UNKNOWN_TOOL", what))
             }
         }
     }

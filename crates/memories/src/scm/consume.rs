@@ -12,9 +12,9 @@ use serde_json::{Map, Value as Json, json};
 use super::cards::{self, Change};
 use super::rows::{source_id, table};
 use super::{Kind, Repo, Scm, storable};
+use crate::answer::Action;
 use crate::candidates::NewCandidate;
 use crate::note::NewMemory;
-use crate::store::Action;
 use crate::{Memories, kv};
 
 /// Where cursors are kept.
@@ -38,6 +38,8 @@ pub struct Consumed {
     pub deferred: u64,
     /// Stored before.
     pub known: u64,
+    /// Taken for another memory by the service; found in our own copies.
+    pub merged: u64,
     /// Not taken by the project's rules or by the service.
     pub rejected: u64,
 }
@@ -48,6 +50,7 @@ impl Consumed {
         self.stored += other.stored;
         self.deferred += other.deferred;
         self.known += other.known;
+        self.merged += other.merged;
         self.rejected += other.rejected;
     }
 }
@@ -146,7 +149,7 @@ impl Scm {
             let candidate = candidate_of(&memory, &item);
             let stored = memories.store(memory).await;
             made.cards += 1;
-            match (stored.action, stored.deduplicated) {
+            match (stored.action, stored.again) {
                 (Action::Error, _) if stored.error == Some(crate::code::INVALID_MEMORY) => {
                     tracing::warn!(
                         rev = item.change.rev,
@@ -156,8 +159,9 @@ impl Scm {
                     made.rejected += 1;
                 }
                 (Action::Allow | Action::Deferred, true) => made.known += 1,
-                (Action::Allow, false) => made.stored += 1,
-                (Action::Deferred, false) => made.deferred += 1,
+                (Action::Allow, _) if stored.merged_with.is_some() => made.merged += 1,
+                (Action::Allow, _) => made.stored += 1,
+                (Action::Deferred, _) => made.deferred += 1,
                 (Action::Reject, _) => made.rejected += 1,
                 // It waits here: the next run goes on with it.
                 (Action::Error, _) => return Err(Error::new(postrider::error::Kind::Unavailable, stored.message)),
@@ -181,7 +185,7 @@ impl Scm {
         self.transact(Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move {
-                let now = kv::get(tx, CURSORS, &work.0).await?;
+                let now = kv::get_locked(tx, CURSORS, &work.0).await?;
                 if epoch_of(now.as_ref()) != epoch {
                     return Ok(false);
                 }
@@ -200,7 +204,7 @@ impl Scm {
         self.transact(Mode::Write, move |tx| {
             let key = key.clone();
             Box::pin(async move {
-                let epoch = epoch_of(kv::get(tx, CURSORS, &key).await?.as_ref()) + 1;
+                let epoch = epoch_of(kv::get_locked(tx, CURSORS, &key).await?.as_ref()) + 1;
                 let cursor = json!({ "last_processed_rev": null, "last_processed_id": id - 1, "epoch": epoch });
                 kv::set(tx, CURSORS, &key, &cursor).await
             })

@@ -111,7 +111,7 @@ fn stats(repository: &Repository, commit: &Commit<'_>) -> Result<Json, git2::Err
     Ok(json!({ "files": diff.deltas().len(), "names": names }))
 }
 
-/// What is sent from the thread that reads: a batch, or why there is none.
+/// What is sent from the thread that reads: a batch, an empty one at the end, or why there is none.
 type Sent = Result<Vec<Record>, Trouble>;
 
 /// The branches, where a shallow clone ends, and what is new.
@@ -145,7 +145,8 @@ fn read(path: &str, walk: &Walk, send: &mpsc::Sender<Sent>) -> Result<(), Troubl
             }
         }
         done += batch.len() as u64;
-        if batch.is_empty() || send.blocking_send(Ok(batch)).is_err() {
+        let last = batch.is_empty();
+        if send.blocking_send(Ok(batch)).is_err() || last {
             return Ok(());
         }
     }
@@ -155,6 +156,7 @@ struct Commits {
     batches: mpsc::Receiver<Sent>,
     total: u64,
     watermark: Json,
+    ended: bool,
 }
 
 #[async_trait]
@@ -164,7 +166,14 @@ impl History for Commits {
     }
 
     async fn next(&mut self) -> Result<Vec<Record>, Trouble> {
-        self.batches.recv().await.unwrap_or_else(|| Ok(vec![]))
+        if self.ended {
+            return Ok(vec![]);
+        }
+        // Silence is no end: whoever read may have died in the middle, and the watermark must not pass what is left.
+        let early = || Err(Trouble::Source("reading the repository ended early".to_owned()));
+        let batch = self.batches.recv().await.unwrap_or_else(early)?;
+        self.ended = batch.is_empty();
+        Ok(batch)
     }
 
     fn watermark(&self) -> Json {
@@ -218,7 +227,7 @@ impl Source for Git {
         if !boundary.is_empty() {
             watermark["boundary"] = json!(boundary);
         }
-        Ok(Box::new(Commits { batches, total, watermark }))
+        Ok(Box::new(Commits { batches, total, watermark, ended: false }))
     }
 
     async fn diff(&self, rev: &str) -> Result<Vec<u8>, Trouble> {
@@ -247,4 +256,22 @@ fn patch(path: &str, rev: &str) -> Result<Vec<u8>, git2::Error> {
         true
     })?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_reader_that_dies_is_no_end_of_the_history() {
+        let (send, batches) = mpsc::channel(2);
+        let mut commits = Commits { batches, total: 2, watermark: Json::Null, ended: false };
+        drop(send);
+        assert!(commits.next().await.is_err(), "nobody said that it ended");
+        let (send, batches) = mpsc::channel(2);
+        let mut commits = Commits { batches, total: 0, watermark: Json::Null, ended: false };
+        send.send(Ok(vec![])).await.unwrap();
+        drop(send);
+        assert_eq!((commits.next().await, commits.next().await), (Ok(vec![]), Ok(vec![])));
+    }
 }

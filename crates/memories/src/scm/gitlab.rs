@@ -24,6 +24,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(120);
 const MOST_WAITS: u32 = 20;
 /// Before the last change that was seen: what was changed in the same moment is met again.
 const OVERLAP: Duration = Duration::from_secs(1);
+/// Between two runs: a change carries the time it was begun at, and may have been committed much later. What is met again
+/// unchanged is left alone.
+const LATE: Duration = Duration::from_secs(300);
 
 pub struct Gitlab {
     client: Arc<Client>,
@@ -110,7 +113,11 @@ struct MergeRequests {
 
 /// A little before a moment.
 fn before(moment: &str) -> String {
-    moment.parse::<Timestamp>().map_or_else(|_| moment.to_owned(), |at| at.minus(OVERLAP).to_string())
+    earlier(moment, OVERLAP)
+}
+
+fn earlier(moment: &str, by: Duration) -> String {
+    moment.parse::<Timestamp>().map_or_else(|_| moment.to_owned(), |at| at.minus(by).to_string())
 }
 
 #[async_trait]
@@ -240,7 +247,7 @@ impl Source for Gitlab {
         let last = watermark.and_then(|watermark| watermark.get("updated_after")?.as_str()).map(str::to_owned);
         Ok(Box::new(MergeRequests {
             client: self.client.clone(),
-            since: last.as_deref().map(before),
+            since: last.as_deref().map(|last| earlier(last, LATE)),
             page: 1,
             ended: false,
             seen: HashSet::new(),

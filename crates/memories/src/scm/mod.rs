@@ -198,6 +198,13 @@ pub struct Materialised {
     pub failed: u64,
 }
 
+/// A materialisation that ended early, and what was done before.
+#[derive(Debug)]
+pub struct Halted {
+    pub done: Materialised,
+    pub halt: Halt,
+}
+
 /// Told of progress: so many done, of so many, if that is known.
 pub type Progress<'a> = &'a (dyn Fn(u64, Option<u64>) + Send + Sync);
 
@@ -368,9 +375,22 @@ impl Scm {
         source: &dyn Source,
         limit: usize,
         progress: Progress<'_>,
-    ) -> Result<Materialised, Halt> {
-        let repo = self.register(source, None).await?;
+    ) -> Result<Materialised, Halted> {
         let mut done = Materialised::default();
+        match self.materialise_into(source, limit, progress, &mut done).await {
+            Ok(()) => Ok(done),
+            Err(halt) => Err(Halted { done, halt }),
+        }
+    }
+
+    async fn materialise_into(
+        &self,
+        source: &dyn Source,
+        limit: usize,
+        progress: Progress<'_>,
+        done: &mut Materialised,
+    ) -> Result<(), Halt> {
+        let repo = self.register(source, None).await?;
         let mut after = 0;
         while done.materialised + done.failed < limit as u64 {
             let most = BATCH.min(limit - (done.materialised + done.failed) as usize);
@@ -407,7 +427,7 @@ impl Scm {
                 progress(done.materialised + done.failed, None);
             }
         }
-        Ok(done)
+        Ok(())
     }
 }
 

@@ -34,6 +34,12 @@ impl Svn {
                 format!("`{url}` is no address of a Subversion repository, like svn://host/repo or file:///srv/repo");
             return Err(Trouble::Source(what));
         }
+        let authority = url.split_once("://").map_or("", |(_, rest)| rest.split('/').next().unwrap_or(""));
+        if authority.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
+            // It would stand in the database, in evidence, and on the command line of `svn`.
+            let what = "the address holds a password; leave it out, and let `svn` keep it (svn auth, ~/.subversion)";
+            return Err(Trouble::Source(what.to_owned()));
+        }
         let url = url.trim_end_matches('/').to_owned();
         let last = url.rsplit('/').next().unwrap_or("repository").to_owned();
         Ok(Svn { url, named: name.is_some(), name: name.unwrap_or(last) })
@@ -260,6 +266,14 @@ fn entity(name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_with_a_password_is_not_kept() {
+        let refused = Svn::new("https://ann:secret@svn.example/repo", None).err().unwrap().to_string();
+        assert!(refused.contains("password") && !refused.contains("secret"), "{refused}");
+        assert!(Svn::new("svn+ssh://ann@svn.example/repo", None).is_ok());
+        assert!(Svn::new("file:///srv/a:b@c/repo", None).is_ok());
+    }
 
     #[test]
     fn a_log_is_read() {

@@ -2,10 +2,13 @@
 
 use std::io::{BufRead, Read};
 use std::path::Path;
+use std::time::Duration;
 
+use indicatif::{ProgressBar, ProgressDrawTarget};
 use postrider::store::Requeued;
+use postrider::worker::core::Tally;
 use postrider_memories::{
-    Action, AuditFilter, AuditRow, Imported, LANE, Memories, NewCandidate, NewMemory, Question, Scope, Stored,
+    Action, AuditFilter, AuditRow, Deep, Imported, LANE, Memories, NewCandidate, NewMemory, Question, Scope, Stored,
 };
 use serde_json::{Value, json};
 
@@ -22,6 +25,8 @@ use crate::tools;
 
 /// Candidates of one transaction.
 const BATCH: usize = 500;
+/// Given-up memories of one page.
+const PAGE: u32 = 500;
 
 pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<Ending> {
     let outbox = database::open_ready(config).await?;
@@ -35,17 +40,17 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
             ask(&memories, question, output).await
         }
         cli::Memory::Flush => flush(config, &outbox, output).await,
-        cli::Memory::Requeue { ids } => requeue(&memories, &ids, output).await,
-        cli::Memory::Reconcile { report } => {
-            let found = memories.reconcile(Scope::All, !report).await?;
-            output.show(&found, || {
-                format!(
-                    "{} looked at: {} without audit, {} pending without an end, {} repaired",
-                    found.scanned, found.missing_audit, found.stale_pending, found.repaired
-                )
-            })?;
-            Ok(Ending::failed_if(report && found.missing_audit + found.stale_pending > 0))
+        cli::Memory::Requeue { ids, dead: false, dry_run: false } => requeue(&memories, &ids, output).await,
+        cli::Memory::Requeue { ids, dead, dry_run } => {
+            let ids = (!dead).then_some(ids);
+            requeue_dead(&memories, ids, dry_run, output).await
         }
+        cli::Memory::Reconcile { report, deep, limit } => {
+            let limit = deep.then(|| limit.unwrap_or(u64::MAX));
+            reconcile(&memories, report, limit, output).await
+        }
+        cli::Memory::Resend { missing: _, dry_run } => resend(config, &outbox, &memories, dry_run, output).await,
+        cli::Memory::Purge { older_than, dry_run } => purge(&memories, older_than, dry_run, output).await,
         cli::Memory::Audit { correlation_id, outbox_id, limit } => {
             let filter = AuditFilter { correlation_id, outbox_id, status: None, before: None, limit };
             let rows = audit(&memories, filter).await?;
@@ -57,6 +62,169 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
     };
     outbox.flush().await;
     ending
+}
+
+async fn reconcile(memories: &Memories, report: bool, deep: Option<u64>, output: Output) -> Result<Ending> {
+    let found = memories.reconcile(Scope::All, !report).await?;
+    let deep = match deep {
+        None => None,
+        Some(limit) => Some(look_deep(memories, limit, output).await?),
+    };
+    let mut shown = json!(found);
+    if let Some(deep) = &deep {
+        shown["missing"] = json!(deep.missing);
+        shown["deep"] = json!(deep);
+    }
+    output.show(&shown, || {
+        let mut text = format!(
+            "{} looked at: {} without audit, {} pending without an end, {} repaired",
+            found.scanned, found.missing_audit, found.stale_pending, found.repaired
+        );
+        if let Some(deep) = &deep {
+            text.push_str(&format!("\n{}", told_of(deep)));
+        }
+        text
+    })?;
+    let incomplete = report && found.missing_audit + found.stale_pending > 0;
+    if let Some(why) = deep.as_ref().and_then(|deep| deep.stopped.as_ref()) {
+        return Err(Failure::unreachable(format!(
+            "OpenMemory could not be asked for all: {why}; the next look goes on"
+        )));
+    }
+    Ok(Ending::failed_if(incomplete || deep.is_some_and(|deep| deep.missing > 0)))
+}
+
+fn told_of(deep: &Deep) -> String {
+    let hidden = if deep.hidden > 0 { format!(" ({} another key's)", deep.hidden) } else { String::new() };
+    let advice = if deep.missing > 0 { "; write them again: postrider memory resend --missing" } else { "" };
+    let more = if deep.finished { "" } else { "; not all were asked for yet, the next look goes on" };
+    format!(
+        "OpenMemory was asked for {}: {} there, {} missing{hidden}{advice}{more}",
+        count(deep.asked, "memory"),
+        deep.present,
+        deep.missing
+    )
+}
+
+async fn look_deep(memories: &Memories, limit: u64, output: Output) -> Result<Deep> {
+    let target = if output.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let bar = ProgressBar::with_draw_target(None, target);
+    bar.set_message("asking OpenMemory");
+    let progress = |deep: &Deep| {
+        bar.set_position(deep.asked);
+        bar.set_message(format!("asked OpenMemory for {}, {} missing", deep.asked, deep.missing));
+    };
+    let deep = memories.deep(limit, &progress).await;
+    bar.finish_and_clear();
+    Ok(deep?)
+}
+
+/// Asks for what should be there, queues what is not, and brings it there.
+async fn resend(
+    config: &Config,
+    outbox: &postrider::Outbox,
+    memories: &Memories,
+    dry_run: bool,
+    output: Output,
+) -> Result<Ending> {
+    let deep = look_deep(memories, u64::MAX, output).await?;
+    if let Some(why) = deep.stopped {
+        return Err(Failure::unreachable(format!(
+            "OpenMemory could not be asked for all: {why}; nothing was written, and the next look goes on"
+        )));
+    }
+    let resent = memories.resend(dry_run).await?;
+    let mut shown = json!(resent);
+    shown["dry_run"] = json!(dry_run);
+    if dry_run || resent.queued == 0 || !config.enabled {
+        output.show(&shown, || match dry_run {
+            true => format!("would write {} again", count(resent.missing, "memory")),
+            false => format!("{} missing, {} queued, {} damaged", resent.missing, resent.queued, resent.damaged),
+        })?;
+        return Ok(Ending::failed_if(resent.damaged > 0));
+    }
+    let (tally, left) = work_off(config, outbox, output).await?;
+    shown["sent"] = json!(tally.sent);
+    shown["left"] = json!(left);
+    output.show(&shown, || {
+        format!("{} missing, {} queued, {} written; {left} left", resent.missing, resent.queued, tally.sent)
+    })?;
+    Ok(Ending::failed_if(left > 0 || tally.dead > 0 || resent.damaged > 0))
+}
+
+async fn purge(memories: &Memories, older_than: Duration, dry_run: bool, output: Output) -> Result<Ending> {
+    let mut messages = 0;
+    loop {
+        let gone = memories.purge(older_than, dry_run).await?;
+        messages += gone;
+        if dry_run || gone == 0 {
+            break;
+        }
+    }
+    output.show(&json!({ "messages": messages, "dry_run": dry_run }), || {
+        let verb = if dry_run { "would delete" } else { "deleted" };
+        format!("{verb} {}", count(messages, "message"))
+    })?;
+    Ok(Ending::Done)
+}
+
+/// Brings back all that were given up, or those named, page by page; what was done is told at any end.
+pub async fn requeue_dead(memories: &Memories, ids: Option<Vec<i64>>, dry_run: bool, output: Output) -> Result<Ending> {
+    let (mut requeued, mut left, mut conflicts) = (0u64, 0u64, Vec::new());
+    let mut failed = None;
+    let mut after = None;
+    let mut named = ids.clone();
+    loop {
+        let page: Vec<i64> = match &mut named {
+            Some(ids) => std::mem::take(ids),
+            None => match memories.dead(after, PAGE).await {
+                Ok(page) => {
+                    after = page.last().copied().or(after);
+                    page.into_iter().map(|(_, id)| id).collect()
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            },
+        };
+        if page.is_empty() {
+            break;
+        }
+        if dry_run {
+            requeued += page.len() as u64;
+            continue;
+        }
+        match memories.requeue(&page).await {
+            Ok(answers) => {
+                for (id, answer) in page.iter().zip(answers) {
+                    match answer {
+                        Requeued::Requeued => requeued += 1,
+                        Requeued::NotDead => left += 1,
+                        Requeued::Conflict => conflicts.push(*id),
+                    }
+                }
+            }
+            Err(error) => {
+                failed = Some(error);
+                break;
+            }
+        }
+    }
+    let shown = json!({ "requeued": requeued, "not_dead": left, "conflicts": conflicts, "dry_run": dry_run });
+    output.show(&shown, || {
+        let verb = if dry_run { "would bring back" } else { "brought back" };
+        let mut text = format!("{verb} {}", count(requeued, "memory"));
+        if !conflicts.is_empty() {
+            let taken = conflicts.len();
+            text.push_str(&format!("; {taken} stay: another message has taken their place"));
+        }
+        text
+    })?;
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+    Ok(Ending::failed_if(!conflicts.is_empty()))
 }
 
 /// As many as are wanted, however deep they lie.
@@ -135,19 +303,7 @@ async fn ask(memories: &Memories, question: Question, output: Output) -> Result<
 }
 
 async fn flush(config: &Config, outbox: &postrider::Outbox, output: Output) -> Result<Ending> {
-    if !config.enabled {
-        return Err(Failure::usage(
-            "the outbox is switched off (OUTBOX_ENABLED or [outbox] enabled): nothing is claimed",
-        ));
-    }
-    let parts = Parts::open(config, outbox).await?;
-    if let Some(memories) = &parts.memories {
-        memories.wake_all().await?;
-    }
-    let report = build(config, outbox, &parts, &[(LANE, config.lane(LANE)?)], output, None).await?;
-    let report = report.once().run(std::future::pending()).await?;
-    let tally = report.into_iter().next().map(|(_, tally)| tally).unwrap_or_default();
-    let left = outbox.depths().await?.get(LANE).map_or(0, |lane| lane.pending + lane.leased);
+    let (tally, left) = work_off(config, outbox, output).await?;
     let shown = json!({
         "sent": tally.sent, "dedup_hits": tally.dedup_hits, "retried": tally.retried, "dead": tally.dead,
         "deferred": tally.deferred, "conflicts": tally.conflicts, "left": left,
@@ -156,6 +312,25 @@ async fn flush(config: &Config, outbox: &postrider::Outbox, output: Output) -> R
         format!("{} written, {} retried, {} given up; {left} left", tally.sent, tally.retried, tally.dead)
     })?;
     Ok(Ending::failed_if(left > 0 || tally.dead > 0))
+}
+
+/// Works through all that is queued, once; what came of it, and how many are left.
+async fn work_off(config: &Config, outbox: &postrider::Outbox, output: Output) -> Result<(Tally, u64)> {
+    if !config.enabled {
+        return Err(Failure::usage(
+            "the outbox is switched off (OUTBOX_ENABLED or [outbox] enabled): nothing is claimed",
+        ));
+    }
+    let parts = Parts::open(config, outbox).await?;
+    if let Some(memories) = &parts.memories {
+        memories.rescue(Duration::ZERO).await?;
+        memories.wake_all().await?;
+    }
+    let report = build(config, outbox, &parts, &[(LANE, config.lane(LANE)?)], output, None).await?;
+    let report = report.once().run(std::future::pending()).await?;
+    let tally = report.into_iter().next().map(|(_, tally)| tally).unwrap_or_default();
+    let left = outbox.depths().await?.get(LANE).map_or(0, |lane| lane.pending + lane.leased);
+    Ok((tally, left))
 }
 
 async fn requeue(memories: &Memories, ids: &[i64], output: Output) -> Result<Ending> {

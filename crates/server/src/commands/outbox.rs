@@ -28,6 +28,13 @@ pub async fn run(config: &Config, args: cli::Outbox, output: Output) -> Result<E
     if let Some(lane) = lane {
         known_lane(config, &outbox, lane).await?;
     }
+    // Memories are brought back by those who keep their copies.
+    if let (cli::Outbox::Requeue(args), Some(_)) = (&args, &config.memory)
+        && args.lane.as_deref() == Some(postrider_memories::LANE)
+    {
+        let memories = crate::parts::memories(config, &outbox)?;
+        return super::memory::requeue_dead(&memories, None, args.dry_run, output).await;
+    }
     match args {
         cli::Outbox::Stats => stats(&outbox, output).await,
         cli::Outbox::List(args) => list(&outbox, args, output).await,

@@ -1,7 +1,9 @@
 //! `postrider scm`: the history of repositories, read into our tables and turned into memories.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use postrider_memories::scm::{Halt, Kind, Materialised, Point, RepoStatus, Scm, Source, Strictness, Synced, Trouble};
+use postrider_memories::scm::{
+    Halt, Halted, Kind, Materialised, Point, RepoStatus, Scm, Source, Strictness, Synced, Trouble,
+};
 use postrider_memories::scm::{git::Git, gitlab::Gitlab, svn::Svn};
 use serde_json::json;
 
@@ -28,9 +30,10 @@ pub async fn run(config: &Config, args: cli::Scm, output: Output) -> Result<Endi
             let made = scm.consume(&memories, repo, from.as_ref()).await?;
             output.show(&made, || {
                 format!(
-                    "{}: {} stored, {} deferred, {} known before, {} rejected",
+                    "{}: {} stored, {} merged with others, {} deferred, {} known before, {} rejected",
                     count(made.cards, "card"),
                     made.stored,
+                    made.merged,
                     made.deferred,
                     made.known,
                     made.rejected
@@ -116,9 +119,9 @@ async fn sync(scm: &Scm, args: ScmSource, output: Output) -> Result<Ending> {
         let done = scm.materialise(&*source, usize::MAX, &|done, _| bar.set_position(done)).await;
         bar.finish_and_clear();
         // The history is there all the same; what is open is for `scm materialize`.
-        patches = done.unwrap_or_else(|halt| {
+        patches = done.unwrap_or_else(|Halted { done, halt }| {
             tracing::warn!(why = halt.to_string(), "not all changes could be fetched");
-            Materialised { materialised: 0, failed: 1 }
+            Materialised { failed: done.failed + 1, ..done }
         });
     }
     let mut shown = json!(synced);
@@ -156,16 +159,19 @@ async fn materialise(
         let progress = |done, _| bar.set_position(done);
         let done = match again(&status, token.as_deref()) {
             Ok(source) => scm.materialise(&*source, left, &progress).await,
-            Err(trouble) => Err(trouble.into()),
+            Err(trouble) => Err(Halted { done: Materialised::default(), halt: trouble.into() }),
         };
         bar.finish_and_clear();
-        match done {
-            Ok(done) => {
-                all.materialised += done.materialised;
-                all.failed += done.failed;
-            }
+        let (done, halt) = match done {
+            Ok(done) => (done, None),
+            Err(Halted { done, halt }) => (done, Some(halt)),
+        };
+        all.materialised += done.materialised;
+        all.failed += done.failed;
+        match halt {
+            None => {}
             // One that cannot be reached keeps none of the others.
-            Err(halt) => {
+            Some(halt) => {
                 wrong = true;
                 tracing::error!(repo_id = status.repo.repo_id, why = halt.to_string(), "changes could not be fetched");
             }

@@ -160,6 +160,7 @@ pub struct MemoryKeys {
     pub breaker: Option<BreakerKeys>,
     pub default_space: Option<Spanned<String>>,
     pub consume_scm: Option<bool>,
+    pub doubt_sec: Option<Seconds<1>>,
 }
 
 /// `[memory] breaker`.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use postrider::{LaneRules, Lanes};
 use postrider_memories::note::check_space;
-use postrider_memories::{LANE, Settings, Settling, lane_rules, lane_settings, upstream};
+use postrider_memories::{LANE, Settings, Settling, lane_rules, lane_settings, upstream, usual_under_way};
 use url::Url;
 
 use super::file::{LaneKeys, MemoryKeys};
@@ -69,6 +69,8 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
         max_bytes: LaneRules::default().max_payload_bytes,
         breaker_failures: breaker.and_then(|b| b.failures).map_or(3, |n| n.0),
         probe: breaker.and_then(|b| b.probe_sec).map_or(Duration::from_secs(5), |s| s.0),
+        recognise: true,
+        under_way: keys.doubt_sec.map_or_else(|| usual_under_way(timeout), |s| s.0),
     };
     upstream::OpenMemory::new(settings.upstream.clone())
         .map_err(|e| place.wrong(keys.api_key.as_ref().map_or(0..0, |key| key.span()), e))?;

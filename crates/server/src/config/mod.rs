@@ -140,6 +140,8 @@ impl Config {
         let place = Place { path: Path::new("the command"), text: "" };
         let url = toml::Spanned::new(0..0, url.to_owned());
         let mut memory = memory::read(&place, &MemoryKeys { url: Some(url), ..MemoryKeys::default() })?;
+        // It is not the one our memories are in.
+        memory.settings.recognise = false;
         let (keys, none) = (LaneKeys::default(), Tuning::default());
         let lane = memory::lane(&place, 0..0, &keys, &none, &none, &mut memory)?;
         self.lanes.insert(MEMORY.to_owned(), lane);

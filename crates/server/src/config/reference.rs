@@ -162,6 +162,11 @@ const SECTIONS: &[Section] = &[
             ),
             Key("default_space", "`\"team:default\"`", "Where a memory goes that names no space."),
             Key(
+                "doubt_sec",
+                "`60`",
+                "For so long a write that got no answer in time may still be applied; it is looked for, and not written again before. Twelve timeouts, if those are longer.",
+            ),
+            Key(
                 "consume_scm",
                 "`false`",
                 "`serve` and `worker` make memories of what `scm sync` read, by themselves; else `scm consume` does.",

@@ -59,7 +59,10 @@ pub struct StoreAnswer {
     #[schema(value_type = Vec<Value>)]
     evidence_refs: Vec<Value>,
     message: String,
+    /// It was stored before, or OpenMemory takes it for a memory it has.
     deduplicated: bool,
+    /// OpenMemory keeps only this memory, which it takes for the same; the text is kept here and found by questions.
+    merged_with: Option<String>,
     payload_sha: Option<String>,
     /// Only when it was not taken.
     error: Option<ErrorDetail>,
@@ -86,12 +89,17 @@ pub struct RecalledView {
     content: String,
     score: Option<f64>,
     space: Option<String>,
-    /// `openmemory`; degraded: `memory_writes`, `outbox_memory`, `knowledge_candidates` or `logbook_events`.
+    /// `openmemory`, `memory_writes` (our copy of what OpenMemory merged away) or `outbox_memory` (not delivered yet);
+    /// degraded also `knowledge_candidates` or `logbook_events`.
     source: String,
     kind: Option<String>,
     outbox_id: Option<i64>,
     #[schema(format = "date-time")]
     created_at: Option<String>,
+    /// The memory OpenMemory keeps in its place.
+    merged_with: Option<String>,
+    #[schema(value_type = Vec<Value>)]
+    evidence_refs: Vec<Value>,
 }
 
 #[derive(ToSchema)]

@@ -177,7 +177,9 @@ fn verify_with_each_step_broken(home: Home) {
     // It comes back, and takes no memory.
     let broken = start.replace(" --data", " --mood {\\\"mode\\\":\\\"fail_writes\\\",\\\"status\\\":500} --data");
     assert_eq!(failed_step(with(&stop, &broken)), "flush delivers");
-    // It does not come back.
+    // While it takes nothing the gate knows; then it does not come back.
+    assert_eq!(failed_step(with(&stop, &start)), "gate");
+    memory.told(json!({ "mode": "well" }));
     assert_eq!(failed_step(with(&stop, "exit 4")), "start OpenMemory");
     // And what is not there cannot be verified at all.
     assert_eq!(failed_step(with(&stop, &start)), "precondition: OpenMemory answers");

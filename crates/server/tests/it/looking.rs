@@ -54,6 +54,8 @@ fn the_audit_is_looked_through_within_bounds() {
                 max_bytes: 1000,
                 breaker_failures: 3,
                 probe: SECOND,
+                under_way: SECOND,
+                recognise: true,
             };
             let memories = Memories::new(outbox, settings, &settling, None).unwrap();
             let of = |correlation_id: Option<&str>, outbox_id: Option<i64>, status: Option<&str>| AuditFilter {

@@ -17,6 +17,7 @@ mod looking;
 mod mcp_edges;
 mod memory;
 mod on_every_database;
+mod openmemory;
 mod orders;
 mod outage;
 mod readers;

@@ -180,7 +180,7 @@ fn a_sync_that_is_killed_goes_on_and_keeps_each_commit_once() {
 #[test]
 fn commits_become_memories_once_through_kills_and_outages() {
     on_every_database(|home| {
-        let mut memory = OpenMemory::start(&home, &[]);
+        let mut memory = OpenMemory::start(&home, &["--keep-duplicates"]);
         configured(&home, &memory, "[lane.memory]\nbackoff_sec = [1]\n");
         let commits = 120;
         let repo = imported(&home, "cards.git", &history(commits));
@@ -246,7 +246,7 @@ fn commits_become_memories_once_through_kills_and_outages() {
 fn changes_are_known_by_their_digest() {
     on_every_database(|home| {
         home.run(&["migrate"]).done();
-        let memory = OpenMemory::start(&home, &[]);
+        let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
         configured(&home, &memory, "");
         let repo = imported(&home, "diffs.git", &history(30));
         let synced = sync(&home, &["git", text(&repo), "--diffs"]);
@@ -272,7 +272,7 @@ fn changes_are_known_by_their_digest() {
 #[test]
 fn a_server_makes_memories_of_commits_as_they_come() {
     let home = Home::sqlite();
-    let memory = OpenMemory::start(&home, &[]);
+    let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
     configured(&home, &memory, "consume_scm = true\n");
     let repo = imported(&home, "live.git", &history(12));
     let server = Server::start(&home, &[]);
@@ -337,7 +337,7 @@ fn strict_and_best_effort(home: Home) {
 fn subversion_is_read_revision_by_revision() {
     program("svn", "subversion");
     on_every_database(|home| {
-        let memory = OpenMemory::start(&home, &[]);
+        let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
         configured(&home, &memory, "");
         home.run(&["migrate"]).done();
         let (repo, work) = (home.path("svn"), home.path("work"));
@@ -499,7 +499,7 @@ fn merge_request(iid: usize, state: &str, minute: usize) -> Value {
 #[test]
 fn gitlab_is_read_page_by_page_and_waited_for() {
     on_every_database(|home| {
-        let memory = OpenMemory::start(&home, &[]);
+        let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
         configured(&home, &memory, "");
         home.run(&["migrate"]).done();
         let state = Arc::new(Mutex::new(GitlabState {
