@@ -42,12 +42,17 @@ impl Doctor {
         let lanes = || config.lanes.values().map(|lane| &lane.settings);
         let lease = lanes().map(|settings| settings.lease).max().unwrap_or_default();
         let poll = lanes().map(|settings| settings.poll).max().unwrap_or_default();
+        Doctor::of(outbox, parts, lease + poll)
+    }
+
+    /// Reports what has stood for at least this long.
+    pub fn of(outbox: &Outbox, parts: &Parts, stood: Duration) -> Arc<Self> {
         let mut examined: Vec<Arc<dyn Examine>> =
             vec![Arc::new(outbox.clone()), Arc::new(parts.webhooks.clone()), Arc::new(parts.orders.clone())];
         examined.extend(parts.memories.clone().map(|memories| Arc::new(memories) as Arc<dyn Examine>));
         Arc::new(Doctor {
             parts: examined,
-            stood: lease + poll,
+            stood,
             last: Mutex::default(),
             wanted: Mutex::default(),
             asked: Notify::new(),

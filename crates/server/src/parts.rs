@@ -6,7 +6,7 @@ use postrider::Outbox;
 use postrider::alerts::Alerts;
 use postrider_memories::Memories;
 use postrider_orders::Orders;
-use postrider_orders::adapters::{Adapter, PaperBroker};
+use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
 use postrider_webhooks::Webhooks;
 use postrider_webhooks::keyring::Keyring;
 

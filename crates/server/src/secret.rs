@@ -26,6 +26,18 @@ pub fn told() -> u64 {
     TOLD.load(Ordering::SeqCst)
 }
 
+/// Tells the broker's adapter, which keeps its own credentials, whenever secrets may have changed.
+pub async fn follow(orders: postrider_orders::Orders) {
+    let mut known = told();
+    loop {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        if known != told() {
+            known = told();
+            orders.renew_credentials().await;
+        }
+    }
+}
+
 /// Does this text refer to a secret kept elsewhere?
 pub fn is_reference(text: &str) -> bool {
     ["env:", "file:", "exec:"].iter().any(|scheme| text.starts_with(scheme))

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::error::{Effect, Kind};
 use postrider::lease::Lease;
-use postrider::outcome::{Settled, Settlement};
+use postrider::outcome::{GiveBack, LeaseState, Settled, Settlement};
 use postrider::store::{Claim, Claimed, Mark, Mode, Store, Walked, Work, transact};
 use postrider::tx::{Dialect, Row, Value};
 use postrider::worker::core::{LaneSettings, Tally};
@@ -208,12 +208,12 @@ impl Store for Forgetful {
         self.store.settle(lane, owner, entries).await
     }
 
-    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<bool>> {
+    async fn renew(&self, owner: &str, leases: &[Lease], lease: Duration) -> Result<Vec<LeaseState>> {
         self.store.renew(owner, leases, lease).await
     }
 
-    async fn defer(&self, owner: &str, leases: &[Lease], delay: Duration, code: Option<&str>) -> Result<Vec<bool>> {
-        self.store.defer(owner, leases, delay, code).await
+    async fn defer(&self, owner: &str, leases: &[Lease], how: &GiveBack) -> Result<Vec<LeaseState>> {
+        self.store.defer(owner, leases, how).await
     }
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {

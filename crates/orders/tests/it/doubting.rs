@@ -153,7 +153,11 @@ async fn a_burst_does_not_make_a_doubt_wait_anew(ground: Ground) {
     wait_until("the worker is gone and it is due", async || match home.try_claim().await {
         None => false,
         Some(message) => {
-            home.outbox.store().defer("dead:1:1", &[message.lease()], Duration::ZERO, None).await.unwrap();
+            home.outbox
+                .store()
+                .defer("dead:1:1", &[message.lease()], &postrider::outcome::GiveBack::now())
+                .await
+                .unwrap();
             true
         }
     })

@@ -26,6 +26,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::drain::{drain_with, measure_limit};
 use super::scratch::{self, LANE, Scratch, fail, fill};
 use super::{Bench, median, percentile, rate, timed};
+use crate::doctor::Doctor;
 use crate::failure::{Failure, Result};
 use crate::gate::GateRules;
 use crate::http::{self, App, Limits};
@@ -146,14 +147,9 @@ impl Api {
         let webhooks = Webhooks::new(outbox.clone(), settings, keyring, Reports::default(), None).await?;
         let broker = Arc::new(PaperBroker::new(outbox.clone(), PaperSettings::default()));
         let orders = Orders::new(outbox.clone(), postrider_orders::Settings::default(), book, broker, None).await?;
-        let app = App::new(
-            outbox,
-            Parts { webhooks, orders, memories: None },
-            false,
-            GateRules::default(),
-            (false, false),
-            Arc::new(Meters::new()),
-        );
+        let parts = Parts { webhooks, orders, memories: None };
+        let doctor = Doctor::of(&outbox, &parts, Duration::from_secs(60));
+        let app = App::new(outbox, parts, false, GateRules::default(), (false, false), Arc::new(Meters::new()), doctor);
         let router = http::router(&app);
         let (stop, stopped) = oneshot::channel::<()>();
         let server = tokio::spawn(async move {

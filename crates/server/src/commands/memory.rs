@@ -201,7 +201,7 @@ pub async fn requeue_dead(memories: &Memories, ids: Option<Vec<i64>>, dry_run: b
                     match answer {
                         Requeued::Requeued => requeued += 1,
                         Requeued::NotDead => left += 1,
-                        Requeued::Conflict => conflicts.push(*id),
+                        Requeued::Conflict | Requeued::Held => conflicts.push(*id),
                     }
                 }
             }

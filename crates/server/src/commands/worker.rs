@@ -173,14 +173,16 @@ pub fn consume(config: &Config, outbox: &Outbox, parts: &Parts) -> Option<tokio:
 /// Takes orders away that are past their time, until aborted; a transaction under way ends by itself.
 pub fn reap(orders: &Orders) -> tokio::task::JoinHandle<()> {
     let orders = orders.clone();
-    tokio::spawn(async move {
+    let followed = crate::secret::follow(orders.clone());
+    let reaped = async move {
         loop {
             tokio::time::sleep(REAP_EVERY.mul_f64(0.75 + postrider::clock::chance() / 2.0)).await;
             if let Err(error) = orders.reap().await {
                 tracing::warn!(%error, "orders past their time could not be taken away; it will be tried again");
             }
         }
-    })
+    };
+    tokio::spawn(async move { tokio::join!(followed, reaped).0 })
 }
 
 fn chosen<'a>(config: &'a Config, args: &Worker) -> Result<Vec<(&'a str, &'a Lane)>> {

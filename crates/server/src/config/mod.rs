@@ -577,7 +577,8 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     }
     let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let (timeout, statuses) = (Duration::from_secs(10), HttpClasses::default());
-    check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses).map_err(|e| place.wrong(keys.url.span(), e))?;
+    check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses)
+        .map_err(|e| place.wrong(keys.url.span(), e))?;
     let headers = texts(&keys.headers);
     let destination = Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses };
     let mut settings = LaneSettings::new(ALERTS);

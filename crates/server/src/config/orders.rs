@@ -11,7 +11,7 @@ use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place, headers, part_lane, says_where, texts};
+use super::{Lane, Place, headers, part_lane, says_where};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
 use crate::secret;

@@ -31,6 +31,7 @@ use crate::cli::Demo;
 use crate::commands::{build, orchestrate, tend};
 use crate::config::Config;
 use crate::database;
+use crate::doctor::Doctor;
 use crate::failure::{Ending, Failure, Result};
 use crate::http::{self, App, Limits};
 use crate::metrics::Meters;
@@ -381,6 +382,7 @@ async fn stay(stage: &Stage, application: &mut Application, output: Output) -> R
         stage.config.gate.clone(),
         (false, false),
         Arc::new(Meters::new()),
+        Doctor::new(&stage.config, &stage.outbox, &stage.parts),
     );
     let sampling = app.live.start(stage.stopped.clone());
     let (leave, left) = watch::channel(false);

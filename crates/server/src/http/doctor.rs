@@ -56,10 +56,7 @@ fn all_lanes(caller: &Caller) -> Result<(), Refusal> {
     get, path = "/v1/doctor", tag = "server",
     responses((status = 200, description = "The last round and its age", body = Round))
 )]
-pub async fn last(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-) -> Result<Json<Round>, Refusal> {
+pub async fn last(State(app): State<Arc<App>>, Extension(caller): Extension<Caller>) -> Result<Json<Round>, Refusal> {
     all_lanes(&caller)?;
     Ok(Json(match app.doctor.last() {
         None => Round { ok: None, finished_at: None, age_seconds: None, findings: vec![] },
