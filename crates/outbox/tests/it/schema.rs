@@ -12,8 +12,15 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 5] =
-    ["V001__outbox", "V002__enqueue_from_sql", "V003__pauses", "V004__alerts", "V005__keys_by_lane"];
+const MIGRATIONS: [&str; 7] = [
+    "V001__outbox",
+    "V002__enqueue_from_sql",
+    "V003__pauses",
+    "V004__alerts",
+    "V005__keys_by_lane",
+    "V020__former_keys",
+    "V021__alerts_in_order",
+];
 
 on_every_store! {
     p6_ended_rows_refuse_raw_sql,

@@ -2,6 +2,7 @@
 
 mod accept;
 mod auth;
+mod bulk;
 mod dashboard;
 mod error;
 mod health;
@@ -219,6 +220,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         Scope::Operate,
         OpenApiRouter::new()
             .routes(routes!(outbox::requeue))
+            .routes(routes!(bulk::requeue_many))
             .routes(routes!(outbox::pause))
             .routes(routes!(outbox::resume)),
     );
