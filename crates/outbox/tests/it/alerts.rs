@@ -219,7 +219,7 @@ async fn a_deep_lane_is_counted_in_steps_and_its_age_at_once(db: Database) {
     db.outbox.count(&mut counting, Duration::ZERO).await.unwrap();
     assert!(counting.is_under_way(), "a step is bounded");
     assert_eq!(counting.depths()["a"].pending, 10_000, "at least so many");
-    db.claim_one("a", "w").await;
+    assert_eq!(db.claim("a", "w", 1).await.len(), 1);
     db.outbox.count(&mut counting, Duration::ZERO).await.unwrap();
     assert!(!counting.is_under_way());
     assert_eq!((counting.depths()["a"].pending, counting.depths()["audited"].pending), (12_000, 1));

@@ -2,6 +2,7 @@
 
 mod accept;
 mod auth;
+mod bulk;
 mod dashboard;
 mod doctor;
 mod error;
@@ -226,6 +227,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         Scope::Operate,
         OpenApiRouter::new()
             .routes(routes!(outbox::requeue))
+            .routes(routes!(bulk::requeue_many))
             .routes(routes!(outbox::pause))
             .routes(routes!(outbox::resume))
             .routes(routes!(doctor::ask)),

@@ -4,6 +4,7 @@
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::api::Server;
 use crate::home::{Home, wait_until};
 use crate::receiver::Receiver;
 use crate::scratch::Database;
@@ -119,6 +120,29 @@ fn two_operators_at_once() {
         let sum = one["requeued"].as_i64().unwrap() + two["requeued"].as_i64().unwrap();
         assert_eq!(sum, 4096, "{one} {two}");
         assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), 4096);
+    }
+}
+
+#[test]
+fn all_of_a_lane_over_http() {
+    for database in databases() {
+        let home = deadly(database);
+        let lines: Vec<Value> = (0..30).map(|n| json!({ "payload": n, "active_key": format!("k{n}") })).collect();
+        enqueue(&home, &lines);
+        home.run(&["worker", "--once", "--lane", "work"]).ended(1);
+        enqueue(&home, &lines[5..6]);
+        let server = Server::start(&home, &["--no-workers"]);
+        let ask = |body: Value| {
+            let headers = [("content-type", "application/json")];
+            server.post("/v1/outbox/requeue", &headers, &body.to_string())
+        };
+        let dry = ask(json!({ "filter": { "lane": "work" }, "dry_run": true })).answered(200).json();
+        assert_eq!((&dry["count"], &dry["more"]), (&json!(30), &json!(false)), "{dry}");
+        let done = ask(json!({ "filter": { "lane": "work" } })).answered(200).json();
+        assert_eq!((&done["count"], &done["conflicts"]), (&json!(29), &json!(1)), "{done}");
+        assert_eq!(done["left"].as_array().unwrap().len(), 1, "{done}");
+        ask(json!({ "filter": { "lane": "webhooks" } })).refused(409, "LANE_OWNED");
+        ask(json!({ "filter": { "lane": "nope" } })).refused(404, "UNKNOWN_LANE");
     }
 }
 
