@@ -8,6 +8,4 @@ mod flushing;
 mod harness;
 mod openmemory;
 mod recognising;
-#[path = "../../../outbox/tests/it/scratch.rs"]
-mod scratch;
 mod storing;

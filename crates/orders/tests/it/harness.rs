@@ -20,24 +20,14 @@ use postrider_orders::{
 };
 use tokio::sync::watch;
 
-use crate::scratch::{self, Scratch};
+use proving::kit::scratch::{self, Scratch};
 
-macro_rules! on_every_store {
-    ($($case:ident),* $(,)?) => {
-        on_every_store!(@store sqlite $($case)*);
-        on_every_store!(@store postgres $($case)*);
-        on_every_store!(@store mysql $($case)*);
-    };
-    (@store $store:ident $($case:ident)*) => {
-        mod $store {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $case() {
-                super::$case(crate::harness::$store().await).await
-            })*
-        }
-    };
+pub use proving::on_every_store;
+
+/// Runs one case.
+pub async fn case<F: Future<Output = ()>>(home: Ground, case: impl FnOnce(Ground) -> F) {
+    case(home).await;
 }
-pub(crate) use on_every_store;
 
 /// A database, not yet opened: each case has its own kind of broker.
 pub struct Ground(Scratch);

@@ -9,7 +9,5 @@ mod examining;
 mod guarding;
 mod harness;
 mod looking;
-#[path = "../../../outbox/tests/it/scratch.rs"]
-mod scratch;
 mod taking;
 mod working;

@@ -2,7 +2,7 @@
 
 use postrider::tx::{Dialect, Tx};
 
-use crate::scratch::{self, Scratch};
+use proving::kit::scratch::{self, Scratch};
 
 pub type Caller = Box<dyn Tx + Send>;
 

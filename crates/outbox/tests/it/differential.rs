@@ -748,15 +748,15 @@ async fn compare(db: Database) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sqlite_agrees_with_the_oracle() {
-    harness::with_database(harness::sqlite().await, compare).await;
+    harness::case(harness::sqlite().await, compare).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_agrees_with_the_oracle() {
-    harness::with_database(harness::postgres().await, compare).await;
+    harness::case(harness::postgres().await, compare).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mysql_agrees_with_the_oracle() {
-    harness::with_database(harness::mysql().await, compare).await;
+    harness::case(harness::mysql().await, compare).await;
 }

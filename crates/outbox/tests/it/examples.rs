@@ -5,7 +5,7 @@
 use postrider::store::Status;
 use postrider::{LaneRules, Lanes, Outbox};
 
-use crate::scratch::{self, Scratch};
+use proving::kit::scratch::{self, Scratch};
 
 #[path = "../../examples/enqueue_mysql_async.rs"]
 mod enqueue_mysql_async;

@@ -37,7 +37,7 @@ fn froms(ids: &[i64]) -> [From; 4] {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sqlite_plans() {
-    harness::with_database(harness::sqlite().await, |db| async move {
+    harness::case(harness::sqlite().await, |db| async move {
         let ids = fill(&db).await;
         let mut raw = db.raw().await;
         raw.run("ANALYZE").await.unwrap();
@@ -103,7 +103,7 @@ fn assert_no_scan(plan: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_plans() {
-    harness::with_database(harness::postgres().await, |db| async move {
+    harness::case(harness::postgres().await, |db| async move {
         let ids = fill(&db).await;
         let mut raw = db.raw().await;
         raw.run("ANALYZE").await.unwrap();
@@ -163,7 +163,7 @@ struct Step {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mysql_plans() {
-    harness::with_database(harness::mysql().await, |db| async move {
+    harness::case(harness::mysql().await, |db| async move {
         let ids = fill(&db).await;
         let Raw::Mysql(mut conn) = db.raw().await else { unreachable!() };
         conn.query_drop("ANALYZE TABLE outbox, outbox_done").await.unwrap();

@@ -15,23 +15,8 @@ use postrider::store::{Attempt, Claim, From, Mark, Mode, Prune, Pruned, Shown, S
 use postrider::tx::{Dialect, Row, Value};
 use postrider::{Enqueued, Entry, LaneRules, Lanes, Message, NewMessage, Outbox};
 
-/// Writes one `#[tokio::test]` per case and store: `sqlite::case`, `postgres::case`, `mysql::case`.
-macro_rules! on_every_store {
-    ($($case:ident),* $(,)?) => {
-        on_every_store!(@store sqlite $($case)*);
-        on_every_store!(@store postgres $($case)*);
-        on_every_store!(@store mysql $($case)*);
-    };
-    (@store $store:ident $($case:ident)*) => {
-        mod $store {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $case() {
-                crate::harness::with_database(crate::harness::$store().await, super::$case).await
-            })*
-        }
-    };
-}
-pub(crate) use on_every_store;
+pub use proving::kit::Session as Raw;
+pub use proving::on_every_store;
 
 /// One database of a test's own. Clones share it, its store and the store's clock.
 #[derive(Clone)]
@@ -97,7 +82,7 @@ async fn server_database(dialect: Dialect, variable: &str) -> Database {
 }
 
 /// Migrates, runs the case, and drops the database however it ended.
-pub async fn with_database<F: Future<Output = ()>>(db: Database, case: impl FnOnce(Database) -> F) {
+pub async fn case<F: Future<Output = ()>>(db: Database, case: impl FnOnce(Database) -> F) {
     let ended = AssertUnwindSafe(async {
         db.outbox.migrate().await.expect("migrate");
         case(db.clone()).await;
@@ -298,55 +283,7 @@ pub fn created(entry: Entry) -> i64 {
     entry.id
 }
 
-/// A connection by driver, as an application has it.
-pub enum Raw {
-    Sqlite(rusqlite::Connection),
-    Postgres(tokio_postgres::Client),
-    Mysql(mysql_async::Conn),
-}
-
-impl Raw {
-    pub async fn connect(dialect: Dialect, url: &str) -> Raw {
-        match dialect {
-            Dialect::Sqlite => {
-                let path = url.strip_prefix("sqlite://").expect("a file");
-                let connection = rusqlite::Connection::open(path).expect("open");
-                connection.busy_timeout(secs(10)).expect("timeout");
-                Raw::Sqlite(connection)
-            }
-            Dialect::Postgres => {
-                let (client, connection) =
-                    tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connect to PostgreSQL");
-                tokio::spawn(connection);
-                Raw::Postgres(client)
-            }
-            Dialect::Mysql => {
-                let opts = mysql_async::Opts::from_url(url).expect("a URL");
-                Raw::Mysql(mysql_async::Conn::new(opts).await.expect("connect to MySQL"))
-            }
-        }
-    }
-
-    /// Runs statements; what they answer is dropped.
-    pub async fn run(&mut self, sql: &str) -> Result<(), String> {
-        match self {
-            Raw::Sqlite(connection) => connection.execute_batch(sql).map_err(|e| e.to_string()),
-            Raw::Postgres(client) => client
-                .batch_execute(sql)
-                .await
-                .map_err(|e| e.as_db_error().map_or(e.to_string(), |db| db.message().to_owned())),
-            Raw::Mysql(conn) => conn.query_drop(sql).await.map_err(|e| e.to_string()),
-        }
-    }
-}
-
 /// Waits until the condition holds.
-pub async fn until(mut holds: impl AsyncFnMut() -> bool) {
-    for _ in 0..3000 {
-        if holds().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    panic!("waited in vain");
+pub async fn until(holds: impl AsyncFnMut() -> bool) {
+    proving::kit::until("the condition of this test holds", holds).await;
 }

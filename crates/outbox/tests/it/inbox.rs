@@ -7,7 +7,7 @@ use postrider::tx::Dialect;
 use postrider::{Inbox, Lanes, Outbox};
 
 use crate::callers::{Caller, DRIVERS, Driver, run};
-use crate::scratch::{self, Scratch};
+use proving::kit::scratch::{self, Scratch};
 
 async fn migrated(driver: Driver) -> Scratch {
     let database = driver.scratch().await;

@@ -47,7 +47,7 @@ async fn proxy(url: &str) -> (String, Arc<AtomicBool>) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_committed_without_an_answer_is_unknown() {
-    harness::with_database(harness::postgres().await, |db| async move {
+    harness::case(harness::postgres().await, |db| async move {
         let (url, swallow) = proxy(&db.url).await;
         let far = postrider::Outbox::open(&url, lanes()).await.unwrap();
         let id = db.put("a", "x").await;

@@ -22,7 +22,6 @@ mod lost_replies;
 mod operating;
 mod others;
 mod schema;
-mod scratch;
 mod settling;
 mod sql_docs;
 mod sqlite_rollback;

@@ -521,7 +521,7 @@ async fn audits_go_when_they_are_old(db: Database) {
 /// Whoever writes times by hand gets an error, and what an older version let in is put right.
 #[tokio::test]
 async fn a_time_that_is_no_number_is_refused_and_harms_nobody() {
-    crate::harness::with_database(crate::harness::sqlite().await, async |db: Database| {
+    crate::harness::case(crate::harness::sqlite().await, async |db: Database| {
         let mut session = db.raw().await;
         let insert = "INSERT INTO outbox (lane, payload, due_at) VALUES ('a', 'x', 1.5)";
         assert!(session.run(insert).await.unwrap_err().contains("CHECK"));
@@ -552,7 +552,7 @@ async fn a_time_that_is_no_number_is_refused_and_harms_nobody() {
 #[cfg(unix)]
 #[tokio::test]
 async fn a_file_that_was_moved_or_replaced_takes_no_more_messages() {
-    crate::harness::with_database(crate::harness::sqlite().await, async |db: Database| {
+    crate::harness::case(crate::harness::sqlite().await, async |db: Database| {
         let id = db.put("a", "x").await;
         let path = std::path::PathBuf::from(db.url.strip_prefix("sqlite://").unwrap());
         let moved = path.with_extension("moved");

@@ -535,7 +535,7 @@ mod crash {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn mysql_migration_resumes_wherever_it_stopped() {
-        harness::with_database(harness::mysql().await, resumes).await;
+        harness::case(harness::mysql().await, resumes).await;
     }
 
     async fn resumes(db: Database) {
@@ -606,7 +606,7 @@ mod crash {
     /// Killed between the last statement and the views: the next start brings them back.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn mysql_views_come_back() {
-        harness::with_database(harness::mysql().await, |db| async move {
+        harness::case(harness::mysql().await, |db| async move {
             let mut raw = db.raw().await;
             for sql in [
                 "DROP VIEW outbox_memory",

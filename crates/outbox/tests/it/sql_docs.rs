@@ -10,7 +10,7 @@ use futures_util::{StreamExt, stream};
 use postrider::store::{Filter, Shown};
 use postrider::{Enqueued, LaneRules, Lanes, NewMessage, Outbox, Worker, couriers};
 
-use crate::scratch::{self, Scratch};
+use proving::kit::scratch::{self, Scratch};
 
 const DOCS: &str = include_str!("../../../../docs/sql.md");
 const SHARDS: u32 = 8;

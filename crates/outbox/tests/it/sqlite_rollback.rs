@@ -9,7 +9,7 @@ use crate::harness;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_shared_the_rolled_back_commit_is_told_so() {
-    harness::with_database(harness::sqlite().await, |db| async move {
+    harness::case(harness::sqlite().await, |db| async move {
         let mut raw = db.raw().await;
         let trigger = "CREATE TRIGGER full BEFORE INSERT ON outbox WHEN NEW.target = 'full'
                        BEGIN SELECT RAISE(ROLLBACK, 'database or disk is full'); END";

@@ -5,6 +5,7 @@
 
 mod api;
 mod bad_input;
+mod beside;
 mod configuration;
 mod dashboard;
 mod demo;

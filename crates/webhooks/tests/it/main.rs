@@ -13,6 +13,4 @@ mod orchestrating;
 mod publishing;
 mod receiver;
 mod roles;
-#[path = "../../../outbox/tests/it/scratch.rs"]
-mod scratch;
 mod subscribing;

@@ -1,0 +1,57 @@
+//! The test kit, one for all crates: cases that run on every database, scratch databases, sessions of strangers, fleets of
+//! real processes, readers without pause, and waiting for a condition.
+
+// Real servers and processes take real time.
+#![allow(clippy::disallowed_methods)]
+
+pub mod fleet;
+pub mod http;
+pub mod scratch;
+pub mod session;
+
+use std::time::{Duration, Instant};
+
+pub use fleet::Fleet;
+pub use http::Pager;
+pub use scratch::Scratch;
+pub use session::Session;
+
+/// Nothing here takes this long unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Writes one `#[tokio::test]` per case and database: `sqlite::case`, `postgres::case`, `mysql::case`. The crate's
+/// `harness` has a function for each database that makes what a case gets, and `case`, which runs one.
+#[macro_export]
+macro_rules! on_every_store {
+    ($($case:ident),* $(,)?) => {
+        $crate::on_every_store!(@store sqlite $($case)*);
+        $crate::on_every_store!(@store postgres $($case)*);
+        $crate::on_every_store!(@store mysql $($case)*);
+    };
+    (@store $store:ident $($case:ident)*) => {
+        mod $store {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $case() {
+                crate::harness::case(crate::harness::$store().await, super::$case).await
+            })*
+        }
+    };
+}
+
+/// Waits until the condition holds.
+pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds().await {
+        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The same for tests without a runtime.
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,80 @@
+//! A session the product knows nothing of, as an application or a forgotten `psql` has it: it may hold a lock or a
+//! transaction open for as long as it likes.
+
+use std::time::Duration;
+
+use mysql_async::prelude::Queryable;
+use postrider::tx::Dialect;
+
+/// A connection by driver.
+pub enum Session {
+    Sqlite(rusqlite::Connection),
+    Postgres(tokio_postgres::Client),
+    Mysql(mysql_async::Conn),
+}
+
+impl Session {
+    pub async fn connect(dialect: Dialect, url: &str) -> Session {
+        match dialect {
+            Dialect::Sqlite => {
+                let path = url.strip_prefix("sqlite://").expect("a file");
+                let connection = rusqlite::Connection::open(path).expect("open");
+                connection.busy_timeout(Duration::from_secs(10)).expect("timeout");
+                Session::Sqlite(connection)
+            }
+            Dialect::Postgres => {
+                let (client, connection) =
+                    tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connect to PostgreSQL");
+                tokio::spawn(connection);
+                Session::Postgres(client)
+            }
+            Dialect::Mysql => {
+                let opts = mysql_async::Opts::from_url(url).expect("a URL");
+                Session::Mysql(mysql_async::Conn::new(opts).await.expect("connect to MySQL"))
+            }
+        }
+    }
+
+    /// The same by URL.
+    pub async fn to(url: &str) -> Session {
+        let dialect = match url.split(':').next() {
+            Some("sqlite") => Dialect::Sqlite,
+            Some("mysql") => Dialect::Mysql,
+            _ => Dialect::Postgres,
+        };
+        Session::connect(dialect, url).await
+    }
+
+    /// Begins a transaction that locks these rows (`outbox WHERE id = 1`), and stays open. On SQLite it is the one writer.
+    pub async fn holding(url: &str, rows: &str) -> Session {
+        let mut session = Session::to(url).await;
+        if matches!(session, Session::Sqlite(_)) {
+            session.run("BEGIN IMMEDIATE").await.expect("begin");
+        } else {
+            session.run("BEGIN").await.expect("begin");
+            session.run(&format!("SELECT 1 FROM {rows} FOR UPDATE")).await.expect("lock");
+        }
+        session
+    }
+
+    /// Runs statements; what they answer is dropped.
+    pub async fn run(&mut self, sql: &str) -> Result<(), String> {
+        match self {
+            Session::Sqlite(connection) => connection.execute_batch(sql).map_err(|e| e.to_string()),
+            Session::Postgres(client) => client
+                .batch_execute(sql)
+                .await
+                .map_err(|e| e.as_db_error().map_or(e.to_string(), |db| db.message().to_owned())),
+            Session::Mysql(conn) => conn.query_drop(sql).await.map_err(|e| e.to_string()),
+        }
+    }
+
+    /// The one number a query answers.
+    pub async fn number(&mut self, sql: &str) -> i64 {
+        match self {
+            Session::Sqlite(connection) => connection.query_row(sql, [], |row| row.get(0)).expect(sql),
+            Session::Postgres(client) => client.query_one(sql, &[]).await.expect(sql).get(0),
+            Session::Mysql(conn) => conn.query_first(sql).await.expect(sql).expect(sql),
+        }
+    }
+}
