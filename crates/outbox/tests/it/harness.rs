@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use mysql_async::prelude::Queryable;
 use postrider::lease::Lease;
 use postrider::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdict};
 use postrider::store::{Attempt, Claim, From, Mark, Mode, Prune, Pruned, Shown, Status, transact};

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, UdpSocket};
 
 use crate::harness::{Home, settings, wait_until};
 use crate::receiver::{Receiver, status_line};
-use crate::scratch;
+use proving::kit::scratch;
 
 /// A receiver that writes this and then, if told, goes on writing for ever or says nothing more.
 async fn raw(first: Vec<u8>, then: &'static [u8]) -> String {
