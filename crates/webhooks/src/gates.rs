@@ -4,6 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use postrider::error::Class;
 use postrider::store::Mode;
 use postrider::tx::{Tx, Value};
 use postrider::{Result, Timestamp};
@@ -47,12 +48,16 @@ impl Webhooks {
                 continue;
             }
             let webhooks = self.clone();
-            moved += self
-                .transact(Mode::Write, move |tx| {
-                    let webhooks = webhooks.clone();
-                    Box::pin(async move { webhooks.admit(tx, id).await })
-                })
-                .await?;
+            let admitted = self.transact(Mode::Write, move |tx| {
+                let webhooks = webhooks.clone();
+                Box::pin(async move { webhooks.admit(tx, id).await })
+            });
+            match admitted.await {
+                Ok(admitted) => moved += admitted,
+                // The database is away: so it is for all of them.
+                Err(error) if error.class() == Class::Retryable => return Err(error),
+                Err(error) => tracing::error!(%error, subscription_id = id, "a gate could not be looked at"),
+            }
         }
         Ok(moved)
     }

@@ -140,21 +140,29 @@ impl Webhooks {
     }
 
     async fn round(&self, look: bool) -> Result<Round> {
-        let mut moved = self.apply_results().await?;
+        // What fails is no reason for the others to wait: it is told at the end.
+        let mut failed = None;
+        let mut done = |result: Result<usize>| {
+            result.unwrap_or_else(|error| {
+                failed.get_or_insert(error);
+                0
+            })
+        };
+        let mut moved = done(self.apply_results().await);
         let mut more_due = false;
         if look {
             for status in [Status::Pending, Status::PendingRetry] {
-                let started = self.start_due(status).await?;
+                let started = done(self.start_due(status).await);
                 more_due |= started >= BATCH;
                 moved += started;
             }
-            moved += self.replay_step().await?;
+            moved += done(self.replay_step().await);
         }
-        moved += self.admit_parked().await?;
+        moved += done(self.admit_parked().await);
         if moved > 0 {
             self.0.outbox.ring();
         }
-        Ok(Round { moved, more_due })
+        failed.map_or(Ok(Round { moved, more_due }), Err)
     }
 }
 

@@ -202,7 +202,9 @@ async fn changes_at_the_same_time_are_all_kept(home: Home) {
             home.webhooks.change(subscription.id, Patch { description: Some(Some(n.to_string())), ..Patch::default() }),
             second.change(subscription.id, Patch { timeout_ms: Some(Some(1000 + n)), ..Patch::default() }),
         );
-        (a.unwrap(), b.unwrap());
+        for changed in [a, b] {
+            changed.unwrap();
+        }
         let now = home.webhooks.subscription(subscription.id).await.unwrap().unwrap();
         assert_eq!((now.description, now.timeout_ms), (Some(n.to_string()), Some(1000 + n)), "round {n}");
     }
@@ -321,7 +323,7 @@ async fn the_doctor_finds_and_mends(home: Home) {
     ];
     expected.sort();
     assert_eq!(seen, expected);
-    let (recent, _) = (home.webhooks.look(secs(3600)).await.unwrap(), ());
+    let recent = home.webhooks.look(secs(3600)).await.unwrap();
     assert!(recent.is_empty(), "what has not stood for long is not told: {recent:?}");
     assert_eq!(home.webhooks.repair(&found).await.unwrap().len(), found.len());
     assert_eq!(home.webhooks.look(Duration::ZERO).await.unwrap(), []);
