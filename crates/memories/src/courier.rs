@@ -127,7 +127,9 @@ impl MemoryCourier {
                 Err(error) => store_unavailable(message.id, &error),
             },
             Err(fault) => {
-                if let Some(doubt) = self.0.doubt_of(fault.doubt)
+                // What was in doubt before and is over by now is only looked for.
+                let over = message.maybe_sent.then_some(Duration::ZERO);
+                if let Some(doubt) = self.0.doubt_of(fault.doubt).or(over)
                     && let Err(error) = self.set_doubt(open.copy, Some(doubt)).await
                 {
                     tracing::warn!(%error, outbox_id = message.id, "a doubt could not be kept; it begins anew");

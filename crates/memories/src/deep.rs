@@ -191,8 +191,11 @@ impl Memories {
     pub async fn resend(&self, dry_run: bool) -> Result<Resent> {
         let count = self.transact(Mode::Read, |tx| Box::pin(count_lost(tx))).await?;
         let mut all = Resent { missing: count, ..Resent::default() };
+        if dry_run {
+            return Ok(all);
+        }
         let mut after = 0;
-        while !dry_run {
+        loop {
             let lost = self.transact(Mode::Read, move |tx| Box::pin(lost(tx, after))).await?;
             let Some(last) = lost.last().copied() else { break };
             let (handle, ids) = (self.clone(), Arc::new(lost));

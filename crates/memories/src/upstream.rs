@@ -242,7 +242,9 @@ impl OpenMemory {
     /// Writes a memory; its id. An answer without one is a failure.
     pub async fn add(&self, addition: &Addition<'_>) -> Result<Added, Fault> {
         let deadline = self.deadline();
-        self.known_dialect(deadline).await.map_err(|fault| Fault { doubt: Doubt::Nothing, ..fault })?;
+        // Whatever happens before, the memory has not been shown to it.
+        let unsent = |fault| Fault { doubt: Doubt::Nothing, reach: Reach::NeverSent, ..fault };
+        self.known_dialect(deadline).await.map_err(unsent)?;
         let body = json!({ "content": addition.content, "tags": addition.tags, "metadata": addition.metadata });
         let body = self.ask(Method::POST, "/memory/add", Some(&body), deadline).await?;
         let id = id_of(&body).ok_or_else(|| {

@@ -529,7 +529,8 @@ fn a_server_killed_in_the_middle_of_a_write_leaves_nothing_undecided() {
         assert_eq!(home.text("SELECT state FROM memory_writes"), "queued");
         assert_eq!(home.text("SELECT status FROM write_audit"), "redirected");
         assert_eq!(home.text("SELECT reason FROM write_audit"), "openmemory_write_failed:left_behind");
-        home.run(&["memory", "flush"]).done();
+        // It may have been sent, or not: it is looked for, and written once it cannot be under way any more.
+        wait_until("it is there", || home.run(&["memory", "flush"]).code == 0);
         assert_eq!(memory.contents(), ["half written"]);
         let again = home.run(&["memory", "reconcile", "--json"]).done().json();
         assert_eq!(again["repaired"], 0, "doing it again changes nothing: {again}");
@@ -696,13 +697,14 @@ fn a_second_half_that_cannot_be_written_is_no_success() {
         let memory = OpenMemory::start(&home, &[]);
         configured(&home, &memory, "");
         let server = Server::start(&home, &["--no-workers"]);
+        wait_until("the gate has asked at the start", || memory.state()["calls"] == 1);
         let (break_it, mend_it) = home.database.refuse("INSERT", "write_audit");
         home.execute(&break_it);
         for n in 0..4 {
             store(&server, &format!("unaudited {n}"), "team:a").refused(503, "AUDIT_WRITE_FAILED");
         }
         home.execute(&mend_it);
-        assert_eq!(memory.state()["calls"], 0);
+        assert_eq!(memory.state()["calls"], 1, "no store was shown to it");
         let report = server.get("/reliability/report").json();
         assert_eq!(report["openmemory"]["status"], "ok", "our database's failures are not OpenMemory's: {report}");
         let (break_it, mend_it) = home.database.refuse("UPDATE", "memory_writes");
