@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 7] = [
+const MIGRATIONS: [&str; 8] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -20,6 +20,7 @@ const MIGRATIONS: [&str; 7] = [
     "V005__keys_by_lane",
     "V020__former_keys",
     "V021__alerts_in_order",
+    "V022__alerts_that_wait",
 ];
 
 on_every_store! {
