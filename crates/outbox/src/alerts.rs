@@ -127,40 +127,50 @@ impl Alerts {
     }
 
     /// Raises an alert in the given transaction; `false` if one like it went out within `every`, and it was only counted.
+    /// A trouble that comes back within `every` after it was over is told after that time, unless it is over by then.
     pub async fn raise(&self, tx: &mut (dyn Tx + Send), alert: &Alert) -> Result<bool> {
-        let standing = self.lock(tx, alert.kind, &alert.subject).await?;
-        let name = [alert.kind.into(), alert.subject.as_str().into()];
+        self.raise_as(tx, alert.kind, alert).await
+    }
+
+    async fn raise_as(&self, tx: &mut (dyn Tx + Send), kind: &str, alert: &Alert) -> Result<bool> {
+        let standing = self.lock(tx, kind, &alert.subject).await?;
+        let name = [kind.into(), alert.subject.as_str().into()];
         if standing.raised_within(self.every) {
             let [kind, subject] = name;
-            let sql = "UPDATE outbox_alerts SET suppressed = suppressed + ? WHERE kind = ? AND subject = ?";
-            tx.execute(sql, &[alert.count.into(), kind, subject]).await?;
+            let waiting = (!standing.is_raised()).then(|| waiting_json(alert));
+            let sql =
+                "UPDATE outbox_alerts SET suppressed = suppressed + ?, waiting_json = ? WHERE kind = ? AND subject = ?";
+            tx.execute(sql, &[alert.count.into(), waiting.into(), kind, subject]).await?;
             return Ok(false);
         }
         let mut params: Vec<Value> = vec![standing.now.into()];
         params.extend(name);
-        let sql =
-            "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, suppressed = 0 WHERE kind = ? AND subject = ?";
+        let sql = "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, suppressed = 0, waiting_json = NULL WHERE kind = ? AND subject = ?";
         tx.execute(sql, &params).await?;
-        self.write(tx, "raised", alert, &standing).await?;
+        self.write(tx, "raised", kind, alert, &standing).await?;
         Ok(true)
     }
 
     /// The trouble is over: says so, if its last word was that there is trouble.
     pub async fn resolve(&self, tx: &mut (dyn Tx + Send), alert: &Alert) -> Result<bool> {
         let name = [alert.kind.into(), alert.subject.as_str().into()];
-        let sql = "SELECT 1 FROM outbox_alerts WHERE kind = ? AND subject = ? AND raised_at IS NOT NULL AND resolved_at IS NULL";
+        let sql = "SELECT 1 FROM outbox_alerts WHERE kind = ? AND subject = ? AND raised_at IS NOT NULL
+                   AND (resolved_at IS NULL OR waiting_json IS NOT NULL)";
         if tx.query(sql, &name).await?.is_empty() {
             return Ok(false);
         }
         let standing = self.lock(tx, alert.kind, &alert.subject).await?;
         if !standing.is_raised() {
+            // It came back and went before that was told.
+            let sql = "UPDATE outbox_alerts SET waiting_json = NULL WHERE kind = ? AND subject = ?";
+            tx.execute(sql, &name).await?;
             return Ok(false);
         }
         let mut params: Vec<Value> = vec![standing.now.into()];
         params.extend(name);
         let sql = "UPDATE outbox_alerts SET resolved_at = ?, suppressed = 0 WHERE kind = ? AND subject = ?";
         tx.execute(sql, &params).await?;
-        self.write(tx, "resolved", alert, &standing).await?;
+        self.write(tx, "resolved", alert.kind, alert, &standing).await?;
         Ok(true)
     }
 
@@ -276,6 +286,46 @@ impl Alerts {
         Ok(())
     }
 
+    /// Tells of troubles that came back too soon to be told then, and are still there.
+    pub async fn tell_what_waits(&self) -> Result<()> {
+        let every = micros_of(self.every);
+        let due = transact(&**self.outbox.store(), Mode::Read, move |tx| {
+            Box::pin(async move {
+                let mut params = Vec::new();
+                let before = tx.now().plus(-every, &mut params);
+                let sql = format!(
+                    "SELECT kind, subject FROM outbox_alerts WHERE waiting_json IS NOT NULL AND raised_at <= {before} LIMIT 100"
+                );
+                let rows = tx.query(&sql, &params).await?;
+                rows.iter().map(|row| Ok((row.text(0)?, row.text(1)?))).collect::<Result<Vec<_>>>()
+            })
+        });
+        for name in due.await? {
+            let work = Arc::new((self.clone(), name));
+            let told = transact(&**self.outbox.store(), Mode::Write, move |tx| {
+                let work = work.clone();
+                Box::pin(async move { work.0.tell_waiting(tx, &work.1.0, &work.1.1).await })
+            });
+            if told.await? {
+                self.outbox.ring();
+            }
+        }
+        Ok(())
+    }
+
+    async fn tell_waiting(&self, tx: &mut (dyn Tx + Send), kind: &str, subject: &str) -> Result<bool> {
+        self.lock(tx, kind, subject).await?;
+        let sql = "SELECT waiting_json FROM outbox_alerts WHERE kind = ? AND subject = ?";
+        let rows = tx.query(sql, &[kind.into(), subject.into()]).await?;
+        let waiting = rows.first().map(|row| row.opt_text(0)).transpose()?.flatten();
+        let Some(waiting) = waiting.and_then(|text| serde_json::from_str::<Json>(&text).ok()) else { return Ok(false) };
+        let message = waiting["message"].as_str().unwrap_or_default().to_owned();
+        // It is counted among what was suppressed already.
+        let (subject, details) = (subject.to_owned(), waiting["details"].clone());
+        let alert = Alert { kind: "", subject, message, count: waiting["count"].as_i64().unwrap_or(1), details };
+        self.raise_as(tx, kind, &alert).await
+    }
+
     /// Forgets troubles that nobody has heard of for a month; answers how many.
     pub async fn forget(&self) -> Result<u64> {
         let old = micros_of(FORGOTTEN.max(self.every.saturating_mul(2)));
@@ -345,9 +395,16 @@ impl Alerts {
         tx.query(&sql, &params).await?.first().map(standing).transpose()
     }
 
-    async fn write(&self, tx: &mut (dyn Tx + Send), state: &str, alert: &Alert, standing: &Standing) -> Result<()> {
+    async fn write(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        state: &str,
+        kind: &str,
+        alert: &Alert,
+        standing: &Standing,
+    ) -> Result<()> {
         let body = json!({
-            "kind": alert.kind, "subject": alert.subject, "state": state, "message": alert.message,
+            "kind": kind, "subject": alert.subject, "state": state, "message": alert.message,
             // Chat programs show this one.
             "text": format!("Postrider: {}", alert.message),
             "count": alert.count, "suppressed": standing.suppressed, "details": alert.details,
@@ -356,8 +413,12 @@ impl Alerts {
         let message = NewMessage::json(&*self.lane, &body).target(alert.subject.clone());
         let id = self.outbox.enqueue_in(tx, &[message]).await?.ids().first().copied();
         let sql = "UPDATE outbox_alerts SET message_id = ? WHERE kind = ? AND subject = ?";
-        tx.execute(sql, &[id.into(), alert.kind.into(), alert.subject.as_str().into()]).await.map(drop)
+        tx.execute(sql, &[id.into(), kind.into(), alert.subject.as_str().into()]).await.map(drop)
     }
+}
+
+fn waiting_json(alert: &Alert) -> String {
+    json!({ "message": alert.message, "count": alert.count, "details": alert.details }).to_string()
 }
 
 /// Until when the dead of a lane were seen, and which of them lately.

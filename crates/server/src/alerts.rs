@@ -102,7 +102,8 @@ pub fn watch(config: &Config, outbox: &Outbox) -> Option<tokio::task::JoinHandle
             let limit = |lane: &str| limits.get(lane).copied().unwrap_or(Duration::ZERO);
             let looked = async {
                 alerts.look_for_the_dead().await?;
-                alerts.look_at_ages(limit).await
+                alerts.look_at_ages(limit).await?;
+                alerts.tell_what_waits().await
             };
             let looked = looked.await;
             if let Err(error) = &looked {

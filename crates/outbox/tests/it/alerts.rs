@@ -146,9 +146,22 @@ async fn a_lane_that_comes_and_goes_is_told_once_in_a_while(db: Database) {
     let states = |told: Vec<Json>| told.iter().map(|a| a["state"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
     assert_eq!(states(told(&db).await), ["raised", "resolved"], "six times within five minutes");
     db.advance(secs(300));
+    alerts.tell_what_waits().await.unwrap();
+    assert_eq!(told(&db).await.len(), 2, "it is over");
     alerts.tell(trouble("it is there"), true).await.unwrap();
     let last = told(&db).await.pop().unwrap();
     assert_eq!((&last["state"], &last["suppressed"]), (&json!("raised"), &json!(5)), "{last}");
+    // Over, and back at once, and said only once: it is told when it may be.
+    alerts.tell(trouble("it is over"), false).await.unwrap();
+    alerts.tell(trouble("it is back"), true).await.unwrap();
+    alerts.tell_what_waits().await.unwrap();
+    assert_eq!(states(told(&db).await)[2..], ["raised", "resolved"]);
+    db.advance(secs(300));
+    for _ in 0..2 {
+        alerts.tell_what_waits().await.unwrap();
+    }
+    assert_eq!(states(told(&db).await)[2..], ["raised", "resolved", "raised"]);
+    assert_eq!(told(&db).await.pop().unwrap()["message"], "it is back");
 }
 
 async fn only_the_last_word_of_a_trouble_is_sent_and_in_order(db: Database) {

@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 9] = [
+const MIGRATIONS: [&str; 10] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -20,8 +20,9 @@ const MIGRATIONS: [&str; 9] = [
     "V005__keys_by_lane",
     "V006__enqueue_without_locks",
     "V007__times_are_numbers",
-    "V020__former_keys",
-    "V021__alerts_in_order",
+    "V008__former_keys",
+    "V009__alerts_in_order",
+    "V010__alerts_that_wait",
 ];
 
 on_every_store! {

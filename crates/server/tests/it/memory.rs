@@ -307,7 +307,10 @@ fn a_rotated_key_loses_nothing_and_is_told() {
     configured(
         &home,
         &memory,
-        &format!("api_key = \"file:key\"\n[alerts]\nurl = \"{}\"\n[lane.memory]\nbackoff_sec = [1]\n", pager.url),
+        &format!(
+            "api_key = \"file:key\"\n[alerts]\nurl = \"{}\"\nevery = \"1s\"\n[lane.memory]\nbackoff_sec = [1]\n",
+            pager.url
+        ),
     );
     let server = Server::start(&home, &[]);
     store(&server, "with the right key", "team:a").answered(200);
