@@ -29,14 +29,20 @@ impl Fleet {
         Fleet { binary: binary.as_ref().to_owned(), database: database.to_owned(), members: vec![] }
     }
 
-    /// Starts one more, in an empty folder with this `postrider.toml`; answers its number.
-    pub fn start(&mut self, config: &str, args: &[&str]) -> usize {
+    /// A folder with this `postrider.toml` to run commands in; answers its number.
+    pub fn folder(&mut self, config: &str) -> usize {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::write(folder.path().join("postrider.toml"), config).expect("postrider.toml");
-        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        self.members.push(Member { folder, args, process: None });
-        self.restart(self.members.len() - 1);
+        self.members.push(Member { folder, args: vec![], process: None });
         self.members.len() - 1
+    }
+
+    /// Starts one more, in an empty folder with this `postrider.toml`; answers its number.
+    pub fn start(&mut self, config: &str, args: &[&str]) -> usize {
+        let n = self.folder(config);
+        self.members[n].args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        self.restart(n);
+        n
     }
 
     /// Starts one again that has ended, in its folder as it is.

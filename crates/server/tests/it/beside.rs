@@ -24,8 +24,8 @@ async fn a_locked_row(scratch: Scratch) {
     let receiver = Receiver::start(move |_| slow).await.unwrap();
     let config = format!("[lane.a]\ncourier = \"http\"\nurl = \"{}\"\nlock_lease_sec = 3\n", receiver.url());
     let mut fleet = Fleet::new(BINARY, &scratch.url);
-    let first = fleet.start(&config, &["migrate"]);
-    fleet.stop(first);
+    let first = fleet.folder(&config);
+    assert_eq!(fleet.run(first, &["migrate", "--json"]).0, 0);
     let mut producer = Session::to(&scratch.url).await;
     let enqueue = match producer {
         Session::Mysql(_) => "CALL postrider_enqueue('a', 'x', NULL, NULL, NULL, NULL, @id, @outcome)",
@@ -90,4 +90,30 @@ async fn readers_that_never_pause_cost_no_webhook() {
     let bodies: std::collections::HashSet<Vec<u8>> = receiver.log().into_iter().map(|request| request.body).collect();
     assert_eq!((receiver.count(), bodies.len()), (150, 150), "each of them once");
     fleet.is_healthy(server);
+}
+
+/// By command and over HTTP: told with what to do, repaired when asked, then nothing is left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_doctor_tells_what_is_wrong_and_repairs_what_it_can() {
+    let scratch = scratch::sqlite();
+    let mut fleet = Fleet::new(BINARY, &scratch.url);
+    let server = fleet.start("[doctor]\nevery = \"0\"\n", &["serve", "--listen", "127.0.0.1:0"]);
+    let round = |n| fleet.ask(n, "GET", "/v1/doctor", None).1;
+    assert_eq!(round(server)["ok"], json!(null), "nobody has asked yet");
+    assert_eq!(fleet.run(server, &["doctor", "--json"]).1["findings"], json!([]));
+    let mut stranger = Session::to(&scratch.url).await;
+    let alone = "INSERT INTO outbox_keys (lane, key, outbox_id, digest, expires_at) VALUES ('log', 'k', 0, x'00', 9000000000000000)";
+    stranger.run(alone).await.unwrap();
+    let (code, report) = fleet.run(server, &["doctor", "--json"]);
+    assert_eq!((code, &report["ok"]), (1, &json!(false)), "{report}");
+    let finding = &report["findings"][0];
+    assert_eq!((&finding["check"], &finding["part"]), (&json!("KEY_WITHOUT_MESSAGE"), &json!("outbox")), "{report}");
+    assert!(finding["advice"].as_str().unwrap().contains("--repair"), "{report}");
+    assert_eq!(fleet.ask(server, "POST", "/v1/doctor", Some(json!({ "repair": true }))).0, 202);
+    until("the round is over", async || round(server)["ok"] == true).await;
+    assert_eq!(round(server)["findings"][0]["repaired"], true);
+    assert!(round(server)["age_seconds"].as_f64().unwrap() < 60.0);
+    assert_eq!(stranger.number("SELECT COUNT(*) FROM outbox_keys").await, 0);
+    fleet.is_healthy(server);
+    assert_eq!(fleet.ask(server, "POST", "/v1/doctor", Some(json!({ "repair": 1 }))).0, 400);
 }
