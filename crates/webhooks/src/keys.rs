@@ -165,14 +165,15 @@ mod tests {
     #[test]
     fn the_first_makes_a_key_and_the_others_ask_for_it() {
         let name = |id: &str| Name { id: id.to_owned(), fingerprint: format!("of {id}") };
-        let (a, b) = (name("a"), name("b"));
-        let other = Name { fingerprint: "another".to_owned(), ..a.clone() };
+        let (a, b) = ([name("a")], [name("b")]);
+        let missing = || Ruling::Missing(name("a"));
         assert_eq!(rule(&[], &[]), Ruling::Make);
-        assert_eq!(rule(&[a.clone()], &[]), Ruling::Register);
-        assert_eq!(rule(&[a.clone()], &[a.clone()]), Ruling::Seal);
-        assert_eq!(rule(&[b.clone(), a.clone()], &[a.clone()]), Ruling::Register, "a new one in front");
-        assert_eq!(rule(&[b.clone()], &[a.clone()]), Ruling::Missing(a.clone()));
-        assert_eq!(rule(&[], &[a.clone()]), Ruling::Missing(a.clone()));
-        assert_eq!(rule(&[other], &[a.clone()]), Ruling::Missing(a), "the same name is not the same key");
+        assert_eq!(rule(&a, &[]), Ruling::Register);
+        assert_eq!(rule(&a, &a), Ruling::Seal);
+        assert_eq!(rule(&[name("b"), name("a")], &a), Ruling::Register, "a new one in front");
+        assert_eq!(rule(&b, &a), missing());
+        assert_eq!(rule(&[], &a), missing());
+        let other = [Name { fingerprint: "another".to_owned(), ..name("a") }];
+        assert_eq!(rule(&other, &a), missing(), "the same name is not the same key");
     }
 }
