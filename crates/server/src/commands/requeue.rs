@@ -209,6 +209,10 @@ async fn would(
     while !*interrupted.borrow() {
         let step = steps.next(outbox).await?;
         if step.is_empty() {
+            if of_lane {
+                // They came in the order of their deaths.
+                ids.sort_unstable();
+            }
             return told(number, &ids, output).map(|()| Ending::Done);
         }
         let dead = if of_lane { step } else { outbox.dead_among(step).await? };
