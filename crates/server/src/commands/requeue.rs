@@ -15,8 +15,9 @@ use crate::signals::interruption;
 
 /// Messages of one step: after it there is progress to tell, and an interruption is heard.
 const STEP: u32 = 500;
-/// Results and ids that are told one by one.
+/// Results and ids that are told one by one; of those that simply came back fewer.
 const MOST_TOLD: usize = 10_000;
+const MOST_BACK: usize = 1_000;
 
 /// What became of the messages so far.
 #[derive(Debug, Default, Serialize)]
@@ -46,14 +47,14 @@ fn is_zero(number: &u64) -> bool {
 
 impl Sum {
     fn add(&mut self, id: i64, outcome: Requeued) {
-        let (number, list) = match outcome {
-            Requeued::Requeued => (&mut self.requeued, &mut self.back),
-            Requeued::Conflict => (&mut self.conflicts, &mut self.results),
-            Requeued::NotDead => (&mut self.not_dead, &mut self.results),
-            Requeued::Held => (&mut self.held, &mut self.results),
+        let (number, list, most) = match outcome {
+            Requeued::Requeued => (&mut self.requeued, &mut self.back, MOST_BACK),
+            Requeued::Conflict => (&mut self.conflicts, &mut self.results, MOST_TOLD),
+            Requeued::NotDead => (&mut self.not_dead, &mut self.results, MOST_TOLD),
+            Requeued::Held => (&mut self.held, &mut self.results, MOST_TOLD),
         };
         *number += 1;
-        if list.len() < MOST_TOLD {
+        if list.len() < most {
             list.push(One { id, outcome });
         } else {
             self.results_left_out += 1;
@@ -62,9 +63,6 @@ impl Sum {
 
     fn in_order(&mut self, ids: &[i64]) {
         self.results.append(&mut self.back);
-        let over = self.results.len().saturating_sub(MOST_TOLD);
-        self.results.truncate(MOST_TOLD);
-        self.results_left_out += over as u64;
         let place = |id: i64| ids.iter().position(|asked| *asked == id);
         if ids.len() <= STEP as usize {
             self.results.sort_by_key(|one| place(one.id));
@@ -211,6 +209,10 @@ async fn would(
     while !*interrupted.borrow() {
         let step = steps.next(outbox).await?;
         if step.is_empty() {
+            if of_lane {
+                // They came in the order of their deaths.
+                ids.sort_unstable();
+            }
             return told(number, &ids, output).map(|()| Ending::Done);
         }
         let dead = if of_lane { step } else { outbox.dead_among(step).await? };
