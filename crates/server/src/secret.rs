@@ -57,10 +57,12 @@ pub fn resolve(text: &str) -> Result<String, String> {
     }
 }
 
+type Build<T> = Box<dyn Fn(&[String]) -> Result<T, String> + Send + Sync>;
+
 /// Something made of texts that may be references, and made again when what they stand for has changed.
 pub struct Fresh<T> {
     texts: Vec<String>,
-    build: Box<dyn Fn(&[String]) -> Result<T, String> + Send + Sync>,
+    build: Build<T>,
     made: RwLock<Arc<T>>,
     /// As of when it was read: what was told, the values, and the time of the last reading after a refusal.
     read: tokio::sync::Mutex<(u64, Vec<String>, Option<Tick>)>,

@@ -22,6 +22,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Writes one `#[tokio::test]` per case and database: `sqlite::case`, `postgres::case`, `mysql::case`. The crate's
 /// `harness` has a function for each database that makes what a case gets, and `case`, which runs one.
 #[macro_export]
+#[allow(clippy::crate_in_macro_def)] // the harness of the crate that uses it
 macro_rules! on_every_store {
     ($($case:ident),* $(,)?) => {
         $crate::on_every_store!(@store sqlite $($case)*);

@@ -8,20 +8,26 @@ use super::*;
 impl Core {
     pub(super) fn flush_verdicts(&mut self, index: usize, now: Tick) {
         self.flush_locked(index, now);
+        while let Some(entries) = self.take_verdicts(index, now) {
+            self.lanes[index].settling += 1;
+            self.send_settle(index, entries, false);
+        }
+    }
+
+    /// The next batch, once there is a reason to settle it.
+    fn take_verdicts(&mut self, index: usize, now: Tick) -> Option<Vec<Settlement>> {
         let draining = self.phase != Phase::Running;
         let lane = &mut self.lanes[index];
-        while lane.settling < SETTLES && !lane.verdicts.is_empty() && now >= lane.settle_trouble.until {
-            let nothing_else = lane.running == 0;
-            let waited = now >= lane.verdicts_since.plus(lane.settings.settle_wait);
-            if !(draining || nothing_else || waited || lane.verdicts.len() >= lane.settings.batch) {
-                return;
-            }
-            let n = lane.verdicts.len().min(lane.settings.batch.max(1));
-            let entries: Vec<Settlement> = lane.verdicts.drain(..n).collect();
-            lane.settling += 1;
-            self.send_settle(index, entries, false);
-            return self.flush_verdicts(index, now);
+        if lane.settling >= SETTLES || lane.verdicts.is_empty() || now < lane.settle_trouble.until {
+            return None;
         }
+        let nothing_else = lane.running == 0;
+        let waited = now >= lane.verdicts_since.plus(lane.settings.settle_wait);
+        if !(draining || nothing_else || waited || lane.verdicts.len() >= lane.settings.batch) {
+            return None;
+        }
+        let n = lane.verdicts.len().min(lane.settings.batch.max(1));
+        Some(lane.verdicts.drain(..n).collect())
     }
 
     /// What met somebody else's lock is asked for apart, so that it keeps no other outcome waiting.
