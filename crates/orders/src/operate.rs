@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postrider::outcome::{Certainty, Settled, Settlement, Verdict};
+use postrider::outcome::{Certainty, Settled, Verdict};
 use postrider::store::{Mode, Requeued};
 use postrider::{Error, OPERATOR, Result, clock};
 
@@ -119,10 +119,10 @@ impl Orders {
             by,
         };
         self.0.book.keep_by_hand(lease, tried);
-        let settled = self.0.outbox.store().settle(&lane, &owner, &[Settlement::new(lease, verdict)]).await;
+        let settled = self.0.outbox.settle_one(&lane, &owner, lease, verdict).await;
         self.0.book.forget_by_hand(lease);
-        match settled?.first() {
-            Some(Settled::Applied) => {}
+        match settled? {
+            Settled::Applied => {}
             other => return Ok(ByHand::Refused(format!("somebody else was faster: {other:?}"))),
         }
         let entry = self.entry(key).await?.ok_or_else(|| Error::database("the entry is gone"))?;

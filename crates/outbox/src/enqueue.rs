@@ -396,8 +396,9 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     let Some(row) = held.into_iter().next() else { return Ok(KeyTaken::Vanished) };
     let id = row.int(0)?;
     let expired = row.bool(3)?;
-    if !expired || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[id.into()]).await?.is_empty() {
-        let outcome = if row.bytes(1)? == digest.as_slice() { Enqueued::Exists } else { Enqueued::Differs };
+    let outcome = if row.bytes(1)? == digest.as_slice() { Enqueued::Exists } else { Enqueued::Differs };
+    let live = "SELECT 1 FROM outbox WHERE id = ?";
+    if !expired || !tx.query(live, &[id.into()]).await?.is_empty() {
         return Ok(KeyTaken::Held(Entry { id, outcome }));
     }
     let mut params = vec![digest.as_slice().into()];
@@ -410,6 +411,11 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
     );
     if tx.execute(&sql, &params).await? == 0 {
         return Ok(KeyTaken::Vanished);
+    }
+    // A requeue may have brought its message back before the row was ours.
+    if !tx.query(live, &[id.into()]).await?.is_empty() {
+        restore_key(tx, p, &row).await?;
+        return Ok(KeyTaken::Held(Entry { id, outcome }));
     }
     Ok(KeyTaken::Ours(Some(KeyUndo::Restore(row))))
 }

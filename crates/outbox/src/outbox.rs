@@ -26,6 +26,10 @@ use crate::stores::{self, Options};
 use crate::time::Timestamp;
 use crate::tx::Tx;
 
+/// How often and how soon a single row is asked for again that another session has locked: for five seconds.
+const ASK_AGAIN: usize = 250;
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(20);
+
 /// One outbox on one database. Cheap to clone.
 #[derive(Clone)]
 pub struct Outbox {
@@ -271,10 +275,10 @@ impl Outbox {
     }
 
     pub async fn renew_lease(&self, owner: &str, lease: Lease, extend: Duration) -> Result<bool> {
-        for _ in 0..50 {
+        for _ in 0..ASK_AGAIN {
             match self.store.renew(owner, &[lease], extend).await?.first() {
                 Some(LeaseState::Held) => return Ok(true),
-                Some(LeaseState::Locked) => tokio::time::sleep(Duration::from_millis(10)).await,
+                Some(LeaseState::Locked) => tokio::time::sleep(ASK_AGAIN_AFTER).await,
                 Some(LeaseState::Lost) | None => return Ok(false),
             }
         }
@@ -299,9 +303,19 @@ impl Outbox {
         .await
     }
 
-    async fn settle_one(&self, lane: &str, owner: &str, lease: Lease, verdict: Verdict) -> Result<Settled> {
-        let answers = self.store.settle(lane, owner, &[Settlement::new(lease, verdict)]).await?;
-        answers.first().copied().ok_or_else(|| Error::database("a settle without an answer"))
+    /// Records one outcome, for somebody who has nothing else to do meanwhile: a row that another session has locked is
+    /// asked for again for a few seconds. A worker settles many at once and comes back for such a row by itself.
+    pub async fn settle_one(&self, lane: &str, owner: &str, lease: Lease, verdict: Verdict) -> Result<Settled> {
+        let entry = [Settlement::new(lease, verdict)];
+        for _ in 0..ASK_AGAIN {
+            let answers = self.store.settle(lane, owner, &entry).await?;
+            match answers.first() {
+                Some(Settled::Locked) => tokio::time::sleep(ASK_AGAIN_AFTER).await,
+                Some(answer) => return Ok(*answer),
+                None => return Err(Error::database("a settle without an answer")),
+            }
+        }
+        Ok(Settled::Locked)
     }
 
     /// Per probe (target, payload digest): `Some(result_ref)` if it was delivered on this lane before, within retention.

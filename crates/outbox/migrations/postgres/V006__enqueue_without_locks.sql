@@ -66,6 +66,14 @@ BEGIN
                  WHERE k.lane = postrider_enqueue.lane AND k.key = postrider_enqueue.key AND k.outbox_id = held.outbox_id
                    AND k.expires_at = held.expires_at;
                 CONTINUE WHEN NOT FOUND; -- somebody else took it meanwhile: look again
+                -- A requeue may have brought its message back before the row was ours.
+                IF EXISTS (SELECT 1 FROM outbox o WHERE o.id = held.outbox_id) THEN
+                    UPDATE outbox_keys k SET outbox_id = held.outbox_id, digest = held.digest, expires_at = held.expires_at
+                     WHERE k.lane = postrider_enqueue.lane AND k.key = postrider_enqueue.key;
+                    id := held.outbox_id;
+                    outcome := CASE WHEN held.digest = wanted THEN 'exists' ELSE 'differs' END;
+                    RETURN;
+                END IF;
             END IF;
         ELSE
             id := nextval('outbox_id_seq');
