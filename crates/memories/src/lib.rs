@@ -137,6 +137,11 @@ impl Memories {
         Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed })))
     }
 
+    /// Reads the key of OpenMemory again, from where it is kept.
+    pub async fn renew_key(&self) {
+        self.0.upstream.read_key_again().await;
+    }
+
     /// Longest memory, in bytes.
     pub fn max_bytes(&self) -> usize {
         self.0.settings.max_bytes

@@ -357,6 +357,12 @@ impl OpenMemory {
         Err(fault)
     }
 
+    /// Reads the key again from where it is kept, whenever it was read last.
+    pub async fn read_key_again(&self) {
+        *self.key_read_at.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.renew_key(self.deadline()).await;
+    }
+
     /// Reads the key again from where it is kept, now and then; was it changed?
     async fn renew_key(&self, deadline: Tick) -> bool {
         {

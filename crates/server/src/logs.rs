@@ -225,7 +225,11 @@ mod tests {
         for n in 0..LINES + 7 {
             aside.push(format!("{n}\n").as_bytes());
         }
-        assert_eq!((aside.waiting().lines.len(), aside.waiting().dropped), (LINES, 7));
+        let (waiting, dropped) = {
+            let waiting = aside.waiting();
+            (waiting.lines.len(), waiting.dropped)
+        };
+        assert_eq!((waiting, dropped), (LINES, 7));
         aside.push(&vec![b'x'; BYTES]);
         assert_eq!(aside.waiting().dropped, 8, "nor does it wait for one that is too long");
         drop(open);

@@ -26,14 +26,14 @@ pub fn told() -> u64 {
     TOLD.load(Ordering::SeqCst)
 }
 
-/// Tells the broker's adapter, which keeps its own credentials, whenever secrets may have changed.
-pub async fn follow(orders: postrider_orders::Orders) {
+/// For a part that keeps its own secret: has it read again whenever secrets may have changed.
+pub async fn follow<R: Future<Output = ()>>(renew: impl Fn() -> R) {
     let mut known = told();
     loop {
         tokio::time::sleep(Duration::from_millis(500)).await;
         if known != told() {
             known = told();
-            orders.renew_credentials().await;
+            renew().await;
         }
     }
 }

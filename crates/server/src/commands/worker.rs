@@ -20,6 +20,7 @@ use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
 use crate::parts::Parts;
 use crate::roll::Roll;
+use crate::secret;
 use crate::signals::stop_signal;
 use crate::table::Table;
 use crate::traces::Traces;
@@ -152,7 +153,11 @@ pub fn tend(
         if flush && let Err(error) = memories.wake().await {
             tracing::warn!(%error, "queued memories could not be woken; they come by themselves");
         }
-        memories.tend(async move { drop(stopped.wait_for(|stop| *stop).await) }).await;
+        let tended = memories.tend(async move { drop(stopped.wait_for(|stop| *stop).await) });
+        tokio::select! {
+            () = tended => {}
+            () = secret::follow(|| memories.renew_key()) => {}
+        }
     })
 }
 
@@ -172,8 +177,13 @@ pub fn consume(config: &Config, outbox: &Outbox, parts: &Parts) -> Option<tokio:
 
 /// Takes orders away that are past their time, until aborted; a transaction under way ends by itself.
 pub fn reap(orders: &Orders) -> tokio::task::JoinHandle<()> {
-    let orders = orders.clone();
-    let followed = crate::secret::follow(orders.clone());
+    let (orders, followed) = (orders.clone(), orders.clone());
+    let followed = secret::follow(move || {
+        let orders = followed.clone();
+        async move {
+            orders.renew_credentials().await;
+        }
+    });
     let reaped = async move {
         loop {
             tokio::time::sleep(REAP_EVERY.mul_f64(0.75 + postrider::clock::chance() / 2.0)).await;
