@@ -47,12 +47,13 @@ pub async fn copy_outbox(scratch: &Scratch, beside: bool) -> Result<()> {
         }
         Dialect::Sqlite => {
             let connection = scratch::sqlite(scratch.file())?;
-            let sql = |table: &str| {
-                let query = "SELECT sql FROM sqlite_master WHERE name = ?1";
-                connection.query_row(query, [table], |row| row.get::<_, String>(0)).map_err(fail)
+            // The columns as they are; a table that was renamed has its name in quotes.
+            let like = |table: &str, name: &str| -> Result<String> {
+                let query = "SELECT substr(sql, instr(sql, '(')) FROM sqlite_master WHERE name = ?1";
+                let columns: String = connection.query_row(query, [table], |row| row.get(0)).map_err(fail)?;
+                Ok(format!("CREATE TABLE {name} {columns}"))
             };
-            let bare = sql("outbox")?.replacen("CREATE TABLE outbox", "CREATE TABLE bare", 1);
-            let done = sql("outbox_done")?.replacen("CREATE TABLE outbox_done", "CREATE TABLE bare_done", 1);
+            let (bare, done) = (like("outbox", "bare")?, like("outbox_done", "bare_done")?);
             connection
                 .execute_batch(&format!(
                     "DROP TABLE IF EXISTS bare; DROP TABLE IF EXISTS bare_done; DROP TABLE IF EXISTS bare_payloads; {bare}; {done};
