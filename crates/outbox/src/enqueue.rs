@@ -312,7 +312,17 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
             name_key(tx, p, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         };
-        if let Some(id) = insert_unless_active(tx, p).await? {
+        // MySQL: an insert that meets a taken key locks the gap before it, too, and with it other keys and lanes. So what can
+        // be seen to be taken is not tried.
+        let known = match tx.dialect() {
+            Dialect::Mysql if is_seen(tx, &p.message.lane, active_key).await? => {
+                holder_of(tx, &p.message.lane, active_key).await?
+            }
+            _ => None,
+        };
+        if known.is_none()
+            && let Some(id) = insert_unless_active(tx, p).await?
+        {
             name_key(tx, p, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         }
@@ -321,13 +331,23 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
             Some(KeyUndo::Restore(row)) => restore_key(tx, p, &row).await?,
             None => {}
         }
-        if let Some((id, sha)) = holder_of(tx, &p.message.lane, active_key).await? {
+        let holder = match known {
+            Some(holder) => Some(holder),
+            None => holder_of(tx, &p.message.lane, active_key).await?,
+        };
+        if let Some((id, sha)) = holder {
             let outcome = if sha == p.sha { Enqueued::Exists } else { Enqueued::Differs };
             return Ok(Entry { id, outcome });
         }
         // The holder ended meanwhile: insert again.
     }
     Err(Error::new(Kind::Busy, format!("the active key of lane `{}` kept changing hands; try again", p.message.lane)))
+}
+
+/// Is an active key taken, as far as this transaction sees?
+async fn is_seen<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> Result<bool> {
+    let sql = "SELECT 1 FROM outbox WHERE lane = ? AND active_key = ?";
+    Ok(!tx.query(sql, &[lane.into(), active_key.into()]).await?.is_empty())
 }
 
 /// Who has an active key, and the digest of its payload.
@@ -345,7 +365,7 @@ async fn holder_of<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> 
     }
     // The newest entry, whatever the caller's isolation: the insert that met it holds this lock already. Its row is only
     // looked at, as a lock on that would stop its worker, unless it is newer than the caller's snapshot.
-    let sql = "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key = ? LOCK IN SHARE MODE";
+    let sql = "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key = ? LIMIT 1 LOCK IN SHARE MODE";
     let found = tx.query(sql, &[lane.into(), active_key.into()]).await?;
     let Some(id) = found.first().map(|row| row.int(0)).transpose()? else { return Ok(None) };
     for lock in ["", " LOCK IN SHARE MODE"] {

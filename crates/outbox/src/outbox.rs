@@ -527,7 +527,8 @@ impl Outbox {
 
     async fn requeue_together(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
         let work = Arc::new((self.lanes().clone(), self.owns, ids));
-        transact(&*self.store, Mode::Write, move |tx| {
+        // Not waiting for locks: what is in the way is told, and the rest goes on.
+        transact(&*self.store, Mode::Work, move |tx| {
             let work = work.clone();
             Box::pin(async move { requeue::requeue(tx, &work.2, &work.0, work.1, Held::Skip).await })
         })

@@ -130,7 +130,9 @@ async fn take_keys_back(
         "SELECT outbox_id, lane, {key}, digest, expires_at FROM postrider_former_keys WHERE outbox_id {list} ORDER BY lane, {key}"
     );
     for row in tx.query(&former, &params).await? {
-        if let Some(answer) = take_back(tx, &row, held).await? {
+        // Whoever comes back with this batch is as good as live.
+        let coming = |id: i64| back.contains(&id) && !answers.contains_key(&id);
+        if let Some(answer) = take_back(tx, &row, held, &coming).await? {
             answers.insert(row.int(0)?, answer);
         }
     }
@@ -148,7 +150,12 @@ fn key_column(dialect: Dialect) -> &'static str {
 
 /// A message that lost its key takes it back, if it is free; if another live message has it, that is the answer. A key that
 /// belongs to what has ended stays there until it is over, and the message comes back without one.
-async fn take_back(tx: &mut (dyn Tx + Send), former: &Row, held: Held) -> Result<Option<Requeued>> {
+async fn take_back(
+    tx: &mut (dyn Tx + Send),
+    former: &Row,
+    held: Held,
+    coming: &(dyn Fn(i64) -> bool + Sync),
+) -> Result<Option<Requeued>> {
     let (dialect, key) = (tx.dialect(), key_column(tx.dialect()));
     let [id, lane, name, digest, expires_at] = &former.0[..] else {
         return Err(Error::database("a former key has five columns"));
@@ -175,7 +182,8 @@ async fn take_back(tx: &mut (dyn Tx + Send), former: &Row, held: Held) -> Result
     );
     let holder = tx.query(&sql, &params).await?;
     let Some(holder) = holder.first() else { return Ok(Some(Requeued::Held)) };
-    if !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.int(0)?.into()]).await?.is_empty() {
+    let live = coming(holder.int(0)?);
+    if live || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.int(0)?.into()]).await?.is_empty() {
         return Ok(Some(Requeued::Conflict));
     }
     if holder.bool(1)? {
@@ -258,5 +266,5 @@ pub(crate) async fn dead_among(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<
 
 /// Is a batch that failed so worth trying one by one? One of them was in the way of the others.
 pub(crate) fn one_by_one(error: &Error) -> bool {
-    error.effect == crate::error::Effect::NotApplied && matches!(error.kind, Kind::Conflict | Kind::Busy)
+    error.effect == crate::error::Effect::NotApplied && matches!(error.kind, Kind::Conflict | Kind::Busy | Kind::Locked)
 }

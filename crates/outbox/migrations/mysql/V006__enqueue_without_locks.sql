@@ -93,15 +93,27 @@ BEGIN
                 END IF;
             END IF;
             IF p_key IS NULL OR v_took IS NOT NULL THEN
-                INSERT IGNORE INTO outbox (lane, shard_id, due_at, target, active_key, payload, payload_sha, created_at, updated_at)
-                VALUES (p_lane, v_shard, UTC_TIMESTAMP(6) + INTERVAL CAST(COALESCE(p_delay_sec, 0) * 1000000 AS SIGNED) MICROSECOND,
-                        p_target, p_active_key, p_payload, v_sha, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6));
-                IF ROW_COUNT() = 1 THEN
-                    SET p_id = LAST_INSERT_ID(), p_outcome = 'created';
-                    IF p_key IS NOT NULL THEN
-                        UPDATE outbox_keys SET outbox_id = p_id WHERE lane = p_lane AND `key` = p_key;
+                -- An insert that meets a taken key locks the gap before it, too, and with it other keys and lanes. So what can be
+                -- seen to be taken is not tried.
+                IF p_active_key IS NOT NULL THEN
+                    SET v_live = 0;
+                    SELECT COUNT(*) INTO v_live FROM outbox WHERE lane = p_lane AND active_key = p_active_key;
+                    IF v_live > 0 THEN
+                        SELECT id INTO p_id FROM outbox FORCE INDEX (uniq_outbox_active_key)
+                         WHERE lane = p_lane AND active_key = p_active_key LIMIT 1 LOCK IN SHARE MODE;
                     END IF;
-                    LEAVE body;
+                END IF;
+                IF p_id IS NULL THEN
+                    INSERT IGNORE INTO outbox (lane, shard_id, due_at, target, active_key, payload, payload_sha, created_at, updated_at)
+                    VALUES (p_lane, v_shard, UTC_TIMESTAMP(6) + INTERVAL CAST(COALESCE(p_delay_sec, 0) * 1000000 AS SIGNED) MICROSECOND,
+                            p_target, p_active_key, p_payload, v_sha, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6));
+                    IF ROW_COUNT() = 1 THEN
+                        SET p_id = LAST_INSERT_ID(), p_outcome = 'created';
+                        IF p_key IS NOT NULL THEN
+                            UPDATE outbox_keys SET outbox_id = p_id WHERE lane = p_lane AND `key` = p_key;
+                        END IF;
+                        LEAVE body;
+                    END IF;
                 END IF;
                 IF v_took = 'new' THEN
                     DELETE FROM outbox_keys WHERE lane = p_lane AND `key` = p_key;
@@ -111,7 +123,7 @@ BEGIN
                 -- The entry of the active key is locked by the INSERT already. The row itself is only looked at, unless it is newer
                 -- than the caller's snapshot.
                 SELECT id INTO p_id FROM outbox FORCE INDEX (uniq_outbox_active_key)
-                 WHERE lane = p_lane AND active_key = p_active_key LOCK IN SHARE MODE;
+                 WHERE lane = p_lane AND active_key = p_active_key LIMIT 1 LOCK IN SHARE MODE;
                 IF p_id IS NOT NULL THEN
                     SET v_other_sha = NULL;
                     SELECT COALESCE(payload_sha, UNHEX(SHA2(payload, 256))) INTO v_other_sha FROM outbox WHERE id = p_id;

@@ -10,7 +10,7 @@ use postrider::decide::Budgets;
 use postrider::error::{Effect, Kind};
 use postrider::lease::Lease;
 use postrider::outcome::{GiveBack, LeaseState, Outcome, Settled, Settlement, Verdict};
-use postrider::store::{Mode, Status, transact};
+use postrider::store::{Mode, Requeued, Status, transact};
 use postrider::tx::{Dialect, Tx};
 use postrider::worker::core::LaneSettings;
 use postrider::{
@@ -25,6 +25,9 @@ on_every_store! {
     p9_a_caller_told_that_a_key_exists_stops_no_worker,
     p9_a_caller_told_that_an_active_key_exists_costs_no_lease,
     p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting,
+    p9_a_caller_told_that_an_active_key_exists_keeps_nobody_waiting,
+    p8_of_several_dead_under_one_key_one_comes_back,
+    a_requeue_goes_on_beside_an_open_producer,
     p8_callers_told_the_same_do_not_wait_for_each_other,
     p8_a_refused_enqueue_from_sql_leaves_no_key_behind,
     a_read_sees_what_was_committed_before_it_was_asked,
@@ -104,7 +107,15 @@ async fn what_is_given_up_is_over_on_the_server_too(db: Database) {
 
 /// A transaction of an application's own, with its default isolation.
 async fn enqueue_and_stay_open(db: &Database, message: NewMessage) -> (crate::harness::Raw, Enqueued) {
-    let mut session = db.raw().await;
+    let session = db.raw().await;
+    enqueue_and_stay_open_in(db, session, message).await
+}
+
+async fn enqueue_and_stay_open_in(
+    db: &Database,
+    mut session: crate::harness::Raw,
+    message: NewMessage,
+) -> (crate::harness::Raw, Enqueued) {
     session.run("BEGIN").await.unwrap();
     let entry = match &mut session {
         crate::harness::Raw::Sqlite(_) => unreachable!("not for SQLite"),
@@ -198,6 +209,76 @@ async fn p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting(db: 
         created(db.enqueue(NewMessage::new(lane, "new").active_key("other")).await);
     }
     session.run("COMMIT").await.unwrap();
+}
+
+async fn p9_a_caller_told_that_an_active_key_exists_keeps_nobody_waiting(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return;
+    }
+    created(db.enqueue(NewMessage::new("b", "x").active_key("m")).await);
+    // Under MySQL's REPEATABLE READ the gap before the key is locked, too (docs/protocol.md).
+    let committed = match db.dialect {
+        Dialect::Mysql => "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        _ => "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    };
+    let (mut session, mut other) = (db.raw().await, db.raw().await);
+    session.run(committed).await.unwrap();
+    other.run(committed).await.unwrap();
+    let message = NewMessage::new("b", "x").active_key("m");
+    let (mut session, outcome) = enqueue_and_stay_open_in(&db, session, message).await;
+    assert_eq!(outcome, Enqueued::Exists);
+    other.run("BEGIN").await.unwrap();
+    other
+        .run(match db.dialect {
+            Dialect::Mysql => "CALL postrider_enqueue('b', 'x', NULL, NULL, 'm', NULL, @id, @outcome)",
+            _ => "SELECT postrider_enqueue('b', 'x'::bytea, active_key => 'm')",
+        })
+        .await
+        .unwrap();
+    for lane in ["a", "b", "sharded"] {
+        assert!(db.put(lane, "new").await > 0);
+        for key in ["a", "l", "n"] {
+            created(db.enqueue(NewMessage::new(lane, "new").active_key(key)).await);
+        }
+    }
+    session.run("COMMIT").await.unwrap();
+    other.run("COMMIT").await.unwrap();
+}
+
+async fn p8_of_several_dead_under_one_key_one_comes_back(db: Database) {
+    let mut ids = Vec::new();
+    for n in 0..3 {
+        ids.push(db.put_dead(NewMessage::new("brief", n.to_string()).key("k")).await);
+        db.advance(secs(101));
+    }
+    let answers = db.outbox.requeue(ids).await.unwrap();
+    let back = answers.iter().filter(|answer| **answer == Requeued::Requeued).count();
+    assert_eq!((back, db.count("outbox").await), (1, 1), "{answers:?}");
+}
+
+async fn a_requeue_goes_on_beside_an_open_producer(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return;
+    }
+    let mut ids = Vec::new();
+    for n in 0..10 {
+        ids.push(db.put_dead(NewMessage::new("a", "x").active_key(format!("c{n}"))).await);
+    }
+    let (mut session, outcome) = enqueue_and_stay_open(&db, NewMessage::new("a", "y").active_key("c5")).await;
+    assert_eq!(outcome, Enqueued::Created);
+    let answers = db.outbox.requeue(ids.clone()).await.unwrap();
+    if db.dialect == Dialect::Postgres {
+        let mut expected = vec![Requeued::Requeued; 10];
+        expected[5] = Requeued::Held;
+        assert_eq!(answers, expected);
+    } else {
+        // InnoDB also keeps the neighbours of a key waiting that was taken and given up a moment ago.
+        let fine = |answer: &Requeued| matches!(answer, Requeued::Requeued | Requeued::Held);
+        assert!(answers.iter().all(fine) && answers[5] == Requeued::Held, "{answers:?}");
+    }
+    session.run("ROLLBACK").await.unwrap();
+    let left: Vec<i64> = ids.into_iter().zip(answers).filter(|(_, a)| *a == Requeued::Held).map(|(id, _)| id).collect();
+    assert!(db.outbox.requeue(left).await.unwrap().iter().all(|answer| *answer == Requeued::Requeued));
 }
 
 async fn p8_callers_told_the_same_do_not_wait_for_each_other(db: Database) {
