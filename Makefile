@@ -57,6 +57,10 @@ bench: ## Measure all three databases; figures go to target/bench/; MESSAGES=50 
 bench-against: ## Measure this against another revision, in turns: REV=main BENCH=drain PAIRS=10 DATABASE=all MESSAGES=…
 	@REV='$(REV)' BENCH='$(BENCH)' PAIRS='$(PAIRS)' DATABASE='$(DATABASE)' MESSAGES='$(MESSAGES)' scripts/bench-against.sh
 
+.PHONY: mutants
+mutants: ## Plant every seeded bug in a copy of the tree and see its test find it; MUTANTS="name…" only those
+	$(WITH_DATABASES) cargo run --locked -q -p proving --bin mutants -- $(MUTANTS)
+
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
 	$(WITH_DATABASES) --postgres-only scripts/check-packaging.sh
