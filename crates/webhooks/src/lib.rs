@@ -52,7 +52,7 @@ use self::keyring::Keyring;
 pub use self::orchestrator::QUERIES;
 pub use self::publish::{NewEvent, Published, Publishing};
 pub use self::pulse::{Rates, pulse};
-pub use self::reads::{Attempt, EventShown, Saga, SagaFilter};
+pub use self::reads::{Attempt, EventShown, Saga, SagaFilter, Timeline};
 pub use self::replays::{Counted, NewReplay, Replay};
 use self::secrets::Cabinet;
 pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};

@@ -11,6 +11,9 @@ use crate::output::Output;
 use crate::table::Table;
 use crate::tokens::{Scope, Token, Tokens, Wish};
 
+/// Lanes, and spaces, that one token names.
+const MOST_NAMED: usize = 100;
+
 pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<Ending> {
     match args {
         cli::Token::Create(args) => create(config, args, output).await,
@@ -20,8 +23,15 @@ pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<En
 }
 
 async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Result<Ending> {
-    if let Some(lane) = &args.lane {
+    for lane in &args.lanes {
         config.lane(lane)?;
+    }
+    for (flag, named) in [("--lane", &args.lanes), ("--space", &args.spaces)] {
+        if named.len() > MOST_NAMED {
+            let what =
+                format!("{flag} was given {} times; a token is for at most {MOST_NAMED}, or for all", named.len());
+            return Err(Failure::usage(what));
+        }
     }
     if args.expires.is_some_and(|after| after.is_zero()) {
         return Err(Failure::usage(
@@ -32,9 +42,9 @@ async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Resu
     scopes.sort_unstable();
     scopes.dedup();
     let tokens = Tokens::new(database::open_ready(config).await?);
-    let wish = Wish { name: args.name, scopes, lane: args.lane, expires: args.expires };
+    let wish = Wish { name: args.name, scopes, lanes: args.lanes, spaces: args.spaces, expires: args.expires };
     let (token, text) = tokens.create(wish).await?;
-    output.show(&json!({ "id": token.id, "token": text, "scopes": token.scopes, "lane": token.lane, "expires_at": token.expires_at }), || {
+    output.show(&json!({ "id": token.id, "token": text, "scopes": token.scopes, "lane": token.lane, "lanes": token.lanes, "spaces": token.spaces, "expires_at": token.expires_at }), || {
         format!("{text}\n\nKeep it: it is not shown again. Send it as `Authorization: Bearer {text}`.")
     })?;
     Ok(Ending::Done)
@@ -46,13 +56,22 @@ async fn list(config: &Config, output: Output) -> Result<Ending> {
         if tokens.is_empty() {
             return "no tokens; make one with `postrider token create --scope enqueue`".to_owned();
         }
-        let mut table = Table::new(["id", "name", "scopes", "lane", "created", "expires", "revoked"]);
+        let mut table = Table::new(["id", "name", "scopes", "lanes", "spaces", "created", "expires", "revoked"]);
         let moment = |at: Option<Timestamp>| at.map_or("-".to_owned(), |at| at.to_string());
-        for Token { id, name, scopes, lane, created_at, expires_at, revoked_at } in &tokens {
+        for Token { id, name, scopes, lanes, spaces, created_at, expires_at, revoked_at, .. } in &tokens {
             let scopes = scopes.iter().map(Scope::to_string).collect::<Vec<_>>().join(",");
-            let lane = lane.clone().unwrap_or_else(|| "-".to_owned());
+            let all_or = |named: &[String]| if named.is_empty() { "all".to_owned() } else { named.join(",") };
             let (expires, revoked) = (moment(*expires_at), moment(*revoked_at));
-            table.row([id.to_string(), name.clone(), scopes, lane, created_at.to_string(), expires, revoked]);
+            table.row([
+                id.to_string(),
+                name.clone(),
+                scopes,
+                all_or(lanes),
+                all_or(spaces),
+                created_at.to_string(),
+                expires,
+                revoked,
+            ]);
         }
         table.render()
     })?;

@@ -586,7 +586,9 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     // Somebody waits for it: soon at first, and for about a day in all.
     settings.budgets.backoff = Backoff::Table([2, 5, 10, 30, 60, 300, 900].map(Duration::from_secs).to_vec());
     settings.budgets.max_attempts = 100;
-    let lane = Lane { rules: LaneRules::default(), settings, destination, max_age: Some(Duration::ZERO) };
+    // Whoever could write here could tell of troubles that are none.
+    let rules = LaneRules { owned_by: Some(postrider::alerts::OWNER), ..LaneRules::default() };
+    let lane = Lane { rules, settings, destination, max_age: Some(Duration::ZERO) };
     Ok((lane, AlertRules { every, max_age: keys.max_age.map_or(Duration::from_secs(900), |span| span.0) }))
 }
 

@@ -32,26 +32,13 @@ impl Caller {
         }
     }
 
-    /// A token for one lane says nothing of others.
-    pub fn may_use(&self, lane: &str) -> Result<(), Refusal> {
-        match self.lane() {
-            Some(own) if own != lane => Err(forbidden(format!("this token is for the lane `{own}` only"))),
-            _ => Ok(()),
-        }
-    }
-
     pub fn token(&self) -> Option<&Token> {
         self.0.as_deref()
-    }
-
-    /// The one lane it is for.
-    pub fn lane(&self) -> Option<&str> {
-        self.0.as_ref().and_then(|token| token.lane.as_deref())
     }
 }
 
 fn forbidden(message: String) -> Refusal {
-    Refusal::new(StatusCode::FORBIDDEN, "FORBIDDEN", message)
+    Refusal::forbidden(message)
 }
 
 fn unauthorized(message: &str) -> Refusal {
@@ -143,7 +130,7 @@ pub fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
     if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
 }
 
-/// A part's routes are for tokens of its lane, or of none.
+/// A part's routes are for tokens that reach its lane.
 pub async fn one_lane(
     State(lane): State<&'static str>,
     Extension(caller): Extension<Caller>,

@@ -48,6 +48,10 @@ impl Refusal {
         Refusal::new(StatusCode::BAD_REQUEST, "INVALID_REQUEST", message)
     }
 
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        Refusal::new(StatusCode::FORBIDDEN, "FORBIDDEN", message)
+    }
+
     pub fn not_found(message: impl Into<String>) -> Self {
         Refusal::new(StatusCode::NOT_FOUND, "NOT_FOUND", message)
     }

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use postrider_memories::gate::Standing;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::App;
 use super::error::{ErrorBody, Refusal};
-use crate::writes;
+use super::{App, Caller};
+use crate::{metrics, writes};
 
 /// The database must answer within this time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -125,11 +125,20 @@ pub async fn health(
 }
 
 /// Metrics for Prometheus
+///
+/// A token for some lanes sees the numbers of those.
 #[utoipa::path(
     get, path = "/metrics", tag = "server",
     responses((status = 200, description = "In the text format", body = String, content_type = "application/openmetrics-text"))
 )]
-pub async fn metrics(State(app): State<Arc<App>>) -> Result<impl IntoResponse, Refusal> {
-    let page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
+pub async fn metrics(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<impl IntoResponse, Refusal> {
+    let mut page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
+    if !caller.is_unlimited() {
+        let memories = caller.sees(postrider_memories::LANE) && caller.spaces().are_all();
+        page = metrics::seen(&page, |lane| caller.sees(lane), memories);
+    }
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page))
 }

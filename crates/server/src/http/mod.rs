@@ -12,6 +12,7 @@ mod live;
 mod memory;
 mod orders;
 mod outbox;
+mod reach;
 mod reference;
 mod request;
 mod session;
@@ -20,8 +21,8 @@ mod webhooks;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{DefaultBodyLimit, Request};
-use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
@@ -282,12 +283,13 @@ impl App {
 /// All that is served.
 pub fn router(app: &Arc<App>) -> Router {
     let (router, mut description) = described(app).split_for_parts();
-    let lanes: Vec<&str> = app.outbox.lanes().iter().map(|(lane, _)| lane).collect();
-    reference::complete(&mut description, &lanes);
+    reference::complete(&mut description);
     let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);
-    let description = Arc::new(description);
+    let description = Router::new()
+        .route("/openapi.json", axum::routing::get(description_for))
+        .with_state((app.clone(), Arc::new(description)));
     // An endless answer: said in words, not in the description, whose readers wait for the end of answers.
     let stream = Router::new()
         .route("/v1/live", axum::routing::get(live::stream))
@@ -296,14 +298,29 @@ pub fn router(app: &Arc<App>) -> Router {
     router
         .merge(stream)
         .merge(dashboard::routes())
-        .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
-        .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
+        .merge(description)
+        .route("/docs", axum::routing::get(move || async move { dashboard::document(page) }))
         .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })
         .method_not_allowed_fallback(|| async {
             Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED", "this path has other methods; see /docs")
         })
         .layer(DefaultBodyLimit::max(MOST_BODY))
         .layer(from_fn(frame))
+}
+
+/// The description, with the lanes whoever asks may know of. Without a valid token, where one is needed, that is none.
+async fn description_for(
+    State((app, description)): State<(Arc<App>, Arc<utoipa::openapi::OpenApi>)>,
+    method: Method,
+    headers: HeaderMap,
+) -> Json<utoipa::openapi::OpenApi> {
+    let mut description = (*description).clone();
+    if let Ok(caller) = auth::caller(&app, &method, &headers).await {
+        let lanes: Vec<&str> =
+            app.outbox.lanes().iter().map(|(lane, _)| lane).filter(|lane| caller.sees(lane)).collect();
+        reference::name_lanes(&mut description, &lanes);
+    }
+    Json(description)
 }
 
 /// Around every request: its deadline, its correlation id, and headers that keep browsers from guessing.

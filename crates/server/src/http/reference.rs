@@ -25,8 +25,11 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut O
     all.into_iter().filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// Adds what is the same for all routes, and the lanes there are.
-pub fn complete(description: &mut OpenApi, lanes: &[&str]) {
+/// Names the lanes there are, as far as whoever asks may know of them.
+pub fn name_lanes(description: &mut OpenApi, lanes: &[&str]) {
+    if lanes.is_empty() {
+        return;
+    }
     for (path, item) in &mut description.paths.paths {
         for (method, operation) in operations(item) {
             let takes_lane = path.contains("{lane}") || (method == "POST" && !path.ends_with("/requeue"));
@@ -38,6 +41,14 @@ pub fn complete(description: &mut OpenApi, lanes: &[&str]) {
                     parameter.schema = Some(names.into());
                 }
             }
+        }
+    }
+}
+
+/// Adds what is the same for all routes.
+pub fn complete(description: &mut OpenApi) {
+    for item in description.paths.paths.values_mut() {
+        for (_, operation) in operations(item) {
             if operation.security.is_none() {
                 operation.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
             }

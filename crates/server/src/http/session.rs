@@ -52,8 +52,12 @@ pub struct Session {
     name: Option<String>,
     /// What it allows.
     scopes: Vec<&'static str>,
-    /// The one lane it is for.
+    /// The first of the lanes it is for.
     lane: Option<String>,
+    /// The lanes it is for; empty: all.
+    lanes: Vec<String>,
+    /// The spaces of memories it is for; empty: all.
+    spaces: Vec<String>,
     /// Nobody gets in without a token.
     tokens_required: bool,
 }
@@ -66,6 +70,8 @@ impl Session {
             name: token.map(|token| token.name.clone()),
             scopes: Scope::ALL.iter().filter(|scope| allowed(scope)).map(|scope| scope.as_str()).collect(),
             lane: token.and_then(|token| token.lane.clone()),
+            lanes: token.map_or(vec![], |token| token.lanes.clone()),
+            spaces: token.map_or(vec![], |token| token.spaces.clone()),
             tokens_required,
         }
     }
