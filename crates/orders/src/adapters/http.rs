@@ -239,6 +239,9 @@ fn uri(text: &str) -> Result<Uri> {
     if !matches!(url.scheme(), "http" | "https") {
         return Err(wrong(&"use http or https"));
     }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(wrong(&"it has credentials in it, which are not sent; send an Authorization header instead"));
+    }
     url.as_str().parse().map_err(|e| wrong(&e))
 }
 

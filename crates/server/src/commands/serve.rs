@@ -54,6 +54,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         Doctor::new(config, &outbox, &parts),
     );
     app.warn_of_gate();
+    database::warn(config);
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let workers = if config.enabled && !args.no_workers {

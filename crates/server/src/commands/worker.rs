@@ -46,6 +46,7 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
     outbox.register_lanes().await?;
+    database::warn(config);
     let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
     let parts = Parts::open(config, &outbox).await?;
     let webhooks = &parts.webhooks;

@@ -84,7 +84,7 @@ pub struct TlsKeys {
 #[serde(deny_unknown_fields, expecting = "the section [telemetry]")]
 pub struct TelemetryKeys {
     pub log: Option<LogFormat>,
-    pub otlp_endpoint: Option<String>,
+    pub otlp_endpoint: Option<Spanned<String>>,
 }
 
 /// `[webhooks]`.

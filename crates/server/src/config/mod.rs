@@ -3,6 +3,7 @@
 mod file;
 mod memory;
 mod orders;
+mod plain;
 pub mod reference;
 mod tuning;
 pub mod values;
@@ -13,6 +14,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use postrider::stores::without_password;
 use postrider::backoff::Backoff;
 use postrider::decide::HttpClasses;
 use postrider::message::check_lane_name;
@@ -54,6 +56,8 @@ pub struct Config {
     pub tls: Option<TlsFiles>,
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<String>,
+    /// What is right, but unwise.
+    pub warnings: Vec<String>,
     pub alerts: Option<AlertRules>,
     pub webhooks: Settings,
     /// What webhook couriers saw, until the store writes it.
@@ -124,6 +128,12 @@ impl Config {
         };
         let variable = |name: &str| std::env::var(name).ok();
         let mut config = read(&path, &text, variable)?;
+        if without_password(&config.database) != config.database && others_may_read(&path) {
+            let file = path.display();
+            config.warnings.push(format!(
+                "{file} holds the password of the database and can be read by others; `chmod 600 {file}`, or write database = \"env:NAME\""
+            ));
+        }
         let given = |url: &String| !url.trim().is_empty();
         if let Some(url) = database.filter(given) {
             config.database = url;
@@ -170,6 +180,12 @@ impl Config {
             ))
         })
     }
+}
+
+/// May somebody else on this machine read the file?
+fn others_may_read(path: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(path).is_ok_and(|file| file.permissions().mode() & 0o077 != 0)
 }
 
 /// An address and a port.
@@ -308,7 +324,10 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             Some(rules)
         }
     };
-    let otlp_endpoint = file.telemetry.otlp_endpoint.or_else(|| {
+    if let Some(given) = &file.telemetry.otlp_endpoint {
+        plain::url("otlp_endpoint", given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
+    }
+    let otlp_endpoint = file.telemetry.otlp_endpoint.map(toml::Spanned::into_inner).or_else(|| {
         let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
     });
@@ -331,6 +350,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         doctor_every: file.doctor.every.map_or(Duration::from_secs(3600), |every| every.0),
         verify: file.verify.map(|keys| VerifyCommands { stop: keys.stop_command, start: keys.start_command }),
         secrets_key,
+        warnings: vec![],
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
@@ -548,6 +568,7 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
             })?;
             let resolved = headers(place, &keys.headers)?;
             let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
+            plain::url(&format!("[lane.{name}] url"), url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let told = secret::resolve(url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let statuses = statuses(place, &keys.statuses)?;
             check_http(&told, timeout, &resolved, &statuses).map_err(|e| place.wrong(url.span(), e))?;
@@ -575,6 +596,7 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     if every.is_zero() {
         return Err(place.wrong(at, "[alerts]: every = \"0\" would tell the same trouble without end; write \"5m\""));
     }
+    plain::url("[alerts] url", keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let (timeout, statuses) = (Duration::from_secs(10), HttpClasses::default());
     check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses)
@@ -594,7 +616,7 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
 
 fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Result<Vec<(String, String)>> {
     let value = |name: &str, value: &toml::Spanned<String>| {
-        header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
+        plain::header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
     };
     keys.iter().map(|(name, given)| Ok((name.clone(), value(name, given)?))).collect()
 }
@@ -602,20 +624,6 @@ fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Res
 /// The same as they were written, references and all.
 fn texts(keys: &BTreeMap<String, toml::Spanned<String>>) -> Vec<(String, String)> {
     keys.iter().map(|(name, given)| (name.clone(), given.get_ref().clone())).collect()
-}
-
-/// A header's value; what looks like a credential must be a reference.
-fn header(name: &str, value: &str) -> Result<String, String> {
-    let lower = name.to_ascii_lowercase();
-    let secret = ["authorization", "cookie", "token", "secret", "password", "api-key", "apikey"]
-        .iter()
-        .any(|word| lower.contains(word));
-    if secret && !secret::is_reference(value) {
-        return Err(format!(
-            "{name} looks like a secret; write where it is kept instead: \"env:NAME\", \"file:PATH\" or \"exec:COMMAND\""
-        ));
-    }
-    secret::resolve(value)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place, headers, part_lane, says_where};
+use super::{Lane, Place, headers, part_lane, plain, says_where};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
 use crate::secret;
@@ -141,6 +141,11 @@ fn http(
             place.wrong(at, "[orders] needs a url for adapter = \"http\", like \"https://broker.example/orders\"")
         );
     };
+    for (key, given) in [("[orders] url", Some(url)), ("look_up_url", keys.look_up_url.as_ref())] {
+        if let Some(given) = given {
+            plain::url(key, given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
+        }
+    }
     let Some(idempotency) = idempotency else {
         let what = "[orders] must say what the broker does with an order sent twice: idempotency = \"key\" (executes an Idempotency-Key once), \"look_up\" (can be asked about a key) or \"none\"";
         return Err(place.wrong(at, what));

@@ -3,6 +3,7 @@
 // Processes take real time, and a deadline on them is read from a real clock.
 #![allow(clippy::disallowed_methods)]
 
+mod access;
 mod api;
 mod bad_input;
 mod beside;
