@@ -97,7 +97,10 @@ pub fn shown(config: &Config) -> String {
 /// What somebody between us and the database could do, as a warning.
 pub fn exposure_of(config: &Config) -> Option<String> {
     let why = exposure(&config.database)?;
-    Some(format!("the database {} is reached {why}; see \"The way to the database\" in docs/operating.md", shown(config)))
+    Some(format!(
+        "the database {} is reached {why}; see \"The way to the database\" in docs/operating.md",
+        shown(config)
+    ))
 }
 
 /// Said at the start of what runs for long.

@@ -137,7 +137,8 @@ fn run(command: &str) -> Result<String, String> {
     if !output.status.success() {
         return Err(format!("the command of exec: failed with {}; run it by hand to see why", output.status));
     }
-    let value = String::from_utf8(output.stdout).map_err(|_| "the command of exec: printed something that is no text")?;
+    let value =
+        String::from_utf8(output.stdout).map_err(|_| "the command of exec: printed something that is no text")?;
     Ok(value.trim_end().to_owned())
 }
 

@@ -4,7 +4,7 @@
 
 use std::error::Error as StdError;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -12,14 +12,15 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{HeaderMap, Request, StatusCode};
+use http::{HeaderMap, Request, StatusCode, Uri};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::dns::Name;
 use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo, capture_connection};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::net::TcpStream;
 use tokio::time::sleep;
 
 use crate::clock;
@@ -41,6 +42,11 @@ const IDLE: Duration = Duration::from_secs(4);
 /// not asked about.)
 pub trait Resolve: Send + Sync + 'static {
     fn resolve(&self, name: String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
+
+    /// May this address be connected to? Asked of a host that is an address, and of every peer once it is connected.
+    fn permit(&self, _: IpAddr) -> std::result::Result<(), Forbidden> {
+        Ok(())
+    }
 }
 
 /// As the operating system resolves names.
@@ -69,13 +75,13 @@ pub enum Answer {
 
 /// A pool of kept-alive connections.
 pub struct Exchange {
-    client: Client<HttpsConnector<HttpConnector<Resolver>>, Full<Bytes>>,
+    client: Client<HttpsConnector<Checked>, Full<Bytes>>,
 }
 
 impl Exchange {
     /// `longest` bounds what goes on in the background after a request was given up.
     pub fn new(resolver: Arc<dyn Resolve>, longest: Duration) -> Result<Self> {
-        let mut tcp = HttpConnector::new_with_resolver(Resolver(resolver));
+        let mut tcp = HttpConnector::new_with_resolver(Resolver(resolver.clone()));
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         // A connect another request no longer waits for goes on in the background; this ends it.
@@ -88,7 +94,7 @@ impl Exchange {
             .map_err(|e| Error::invalid(format!("TLS cannot be set up: {e}")))?
             .https_or_http()
             .enable_http1()
-            .wrap_connector(tcp);
+            .wrap_connector(Checked { tcp, resolver });
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE)
@@ -155,6 +161,37 @@ impl Exchange {
             () = sleep(grace), if head.status.is_success() => false,
         };
         Answer::Answered { status: head.status, headers: head.headers, body: kept, whole, remote: remote() }
+    }
+}
+
+/// Connects, and looks whom it got: nothing is said to a peer that is not permitted, however it came about.
+#[derive(Clone)]
+struct Checked {
+    tcp: HttpConnector<Resolver>,
+    resolver: Arc<dyn Resolve>,
+}
+
+type BoxError = Box<dyn StdError + Send + Sync>;
+
+impl tower_service::Service<Uri> for Checked {
+    type Response = TokioIo<TcpStream>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = std::result::Result<Self::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<std::result::Result<(), BoxError>> {
+        self.tcp.poll_ready(context).map_err(BoxError::from)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']).parse::<IpAddr>();
+        let resolver = self.resolver.clone();
+        let permitted = host.map_or(Ok(()), |address| resolver.permit(address));
+        let connecting = permitted.map(|()| self.tcp.call(uri));
+        Box::pin(async move {
+            let stream = connecting?.await?;
+            resolver.permit(stream.inner().peer_addr()?.ip())?;
+            Ok(stream)
+        })
     }
 }
 

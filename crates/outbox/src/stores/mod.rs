@@ -131,7 +131,10 @@ pub(crate) fn without_values(message: &str) -> String {
         let to = message[from..].rfind(end).map_or(message.len(), |to| from + to);
         Some(format!("{}***{}", &message[..from], &message[to..]))
     };
-    hidden("Duplicate entry '", "' for key").or_else(|| hidden("value: '", "' for ")).or_else(|| hidden(": \"", "\"")).unwrap_or_else(|| message.to_owned())
+    hidden("Duplicate entry '", "' for key")
+        .or_else(|| hidden("value: '", "' for "))
+        .or_else(|| hidden(": \"", "\""))
+        .unwrap_or_else(|| message.to_owned())
 }
 
 /// What a store adds to the common settle: its fast way for entries that are nothing but a move.
@@ -359,8 +362,14 @@ mod tests {
     #[test]
     fn values_are_not_repeated() {
         for (said, told) in [
-            ("Duplicate entry 'orders-it's me' for key 'outbox_keys.PRIMARY'", "Duplicate entry '***' for key 'outbox_keys.PRIMARY'"),
-            ("Incorrect string value: '\\xE0 secret' for column 'key' at row 1", "Incorrect string value: '***' for column 'key' at row 1"),
+            (
+                "Duplicate entry 'orders-it's me' for key 'outbox_keys.PRIMARY'",
+                "Duplicate entry '***' for key 'outbox_keys.PRIMARY'",
+            ),
+            (
+                "Incorrect string value: '\\xE0 secret' for column 'key' at row 1",
+                "Incorrect string value: '***' for column 'key' at row 1",
+            ),
             ("Truncated incorrect DOUBLE value: 'secret'", "Truncated incorrect DOUBLE value: '***"),
             ("invalid input syntax for type bigint: \"secret\"", "invalid input syntax for type bigint: \"***\""),
             ("Table 'app.outbox' doesn't exist", "Table 'app.outbox' doesn't exist"),

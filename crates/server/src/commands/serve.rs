@@ -42,7 +42,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let address = listener.local_addr().unwrap_or(address);
 
     let meters = Arc::new(Meters::new());
-    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
+    let traces = Traces::configured(config)?;
     let parts = Parts::open(config, &outbox).await?;
     let app = App::new(
         outbox.clone(),

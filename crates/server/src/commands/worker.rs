@@ -47,7 +47,7 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let outbox = database::open_ready(config).await?;
     outbox.register_lanes().await?;
     database::warn(config);
-    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
+    let traces = Traces::configured(config)?;
     let parts = Parts::open(config, &outbox).await?;
     let webhooks = &parts.webhooks;
     let mut worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;

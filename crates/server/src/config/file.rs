@@ -85,6 +85,8 @@ pub struct TlsKeys {
 pub struct TelemetryKeys {
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<Spanned<String>>,
+    #[serde(default)]
+    pub guard: bool,
 }
 
 /// `[webhooks]`.
@@ -116,6 +118,7 @@ pub struct OrderKeys {
     pub settling_sec: Option<Spanned<Seconds<0>>>,
     pub url: Option<Spanned<String>>,
     pub look_up_url: Option<Spanned<String>>,
+    pub guard: Option<Spanned<bool>>,
     #[serde(default)]
     pub headers: BTreeMap<String, Spanned<String>>,
     #[serde(default)]
@@ -160,6 +163,7 @@ pub struct MemoryKeys {
     pub breaker: Option<BreakerKeys>,
     pub default_space: Option<Spanned<String>>,
     pub consume_scm: Option<bool>,
+    pub guard: Option<bool>,
     pub doubt_sec: Option<Seconds<1>>,
 }
 
@@ -214,6 +218,8 @@ pub struct AlertKeys {
     pub headers: BTreeMap<String, Spanned<String>>,
     pub every: Option<Span>,
     pub max_age: Option<Span>,
+    #[serde(default)]
+    pub guard: bool,
 }
 
 /// `[outbox]`: for all lanes.
@@ -244,6 +250,7 @@ pub struct LaneKeys {
     #[serde(default)]
     pub statuses: BTreeMap<String, Spanned<String>>,
     pub show_payload: Option<Spanned<bool>>,
+    pub guard: Option<Spanned<bool>>,
     pub concurrency: Option<Count<100_000>>,
     pub batch: Option<Count<10_000>>,
     pub poll_interval_sec: Option<Seconds<1>>,

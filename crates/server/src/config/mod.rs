@@ -14,10 +14,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use postrider::stores::without_password;
 use postrider::backoff::Backoff;
 use postrider::decide::HttpClasses;
 use postrider::message::check_lane_name;
+use postrider::stores::without_password;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 use postrider_memories::LANE as MEMORY;
@@ -56,6 +56,7 @@ pub struct Config {
     pub tls: Option<TlsFiles>,
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<String>,
+    pub otlp_guard: bool,
     /// What is right, but unwise.
     pub warnings: Vec<String>,
     pub alerts: Option<AlertRules>,
@@ -341,6 +342,7 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             .map(|keys| TlsFiles { cert: keys.cert.into(), key: keys.key.into() }),
         log: file.telemetry.log,
         otlp_endpoint,
+        otlp_guard: file.telemetry.guard,
         alerts,
         webhooks,
         reports,
@@ -389,6 +391,7 @@ fn says_where(keys: &LaneKeys) -> bool {
         || !keys.headers.is_empty()
         || !keys.statuses.is_empty()
         || keys.show_payload.is_some()
+        || keys.guard.is_some()
         || keys.dedup.is_some()
         || keys.key_ttl.is_some()
 }
@@ -553,6 +556,7 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
         alien("timeout_ms", keys.timeout_ms.as_ref().map(|k| k.span()), "http")?;
         alien("headers", keys.headers.values().next().map(|k| k.span()), "http")?;
         alien("statuses", keys.statuses.values().next().map(|k| k.span()), "http")?;
+        alien("guard", keys.guard.as_ref().map(|k| k.span()), "http")?;
     }
     Ok(match courier {
         CourierName::Noop => Destination::Nowhere,
@@ -572,7 +576,9 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
             let told = secret::resolve(url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let statuses = statuses(place, &keys.statuses)?;
             check_http(&told, timeout, &resolved, &statuses).map_err(|e| place.wrong(url.span(), e))?;
-            Destination::Http { url: url.get_ref().clone(), timeout, headers: texts(&keys.headers), statuses }
+            let (url, headers) = (url.get_ref().clone(), texts(&keys.headers));
+            let guard = keys.guard.as_ref().is_some_and(|guard| *guard.get_ref());
+            Destination::Http { url, timeout, headers, statuses, guard }
         }
     })
 }
@@ -602,7 +608,8 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses)
         .map_err(|e| place.wrong(keys.url.span(), e))?;
     let headers = texts(&keys.headers);
-    let destination = Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses };
+    let destination =
+        Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses, guard: keys.guard };
     let mut settings = LaneSettings::new(ALERTS);
     (settings.concurrency, settings.batch, settings.lease) = (4, 32, Duration::from_secs(30));
     // Somebody waits for it: soon at first, and for about a day in all.

@@ -9,8 +9,19 @@ const KEEP: &str = "write where it is kept instead: \"env:NAME\", \"file:PATH\" 
 
 /// Words that make a header, or a parameter of a URL, one that carries a secret.
 const SECRET: [&str; 13] = [
-    "auth", "authorization", "authentication", "bearer", "cookie", "credential", "credentials", "passwd", "password", "secret",
-    "session", "sig", "token",
+    "auth",
+    "authorization",
+    "authentication",
+    "bearer",
+    "cookie",
+    "credential",
+    "credentials",
+    "passwd",
+    "password",
+    "secret",
+    "session",
+    "sig",
+    "token",
 ];
 /// The same within a longer word.
 const WITHIN: [&str; 7] = ["apikey", "api-key", "api_key", "accesskey", "access-key", "access_key", "signature"];
@@ -77,9 +88,12 @@ mod tests {
             assert_eq!(header(name, value).as_deref(), Ok(value), "{name}");
         }
         assert_eq!(header("Authorization", "exec:echo hush").as_deref(), Ok("hush"));
-        for bad in
-            ["https://u:canary@h.example/", "https://canary@h.example/", "https://h/?token=canary", "https://h/?api_key=canary"]
-        {
+        for bad in [
+            "https://u:canary@h.example/",
+            "https://canary@h.example/",
+            "https://h/?token=canary",
+            "https://h/?api_key=canary",
+        ] {
             let refused = url("url", bad).unwrap_err();
             assert!(!refused.contains("canary"), "{refused}");
         }

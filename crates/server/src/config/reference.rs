@@ -69,6 +69,11 @@ const SECTIONS: &[Section] = &[
                 "",
                 "For `http`: what an answer means where it differs from custom, `{ \"404\" = \"retry\", \"5xx\" = \"dead\" }`; `sent`, `retry` or `dead`, one status beats its hundred. By custom 2xx is sent; 408, 425, 429, 5xx and no answer at all are tried again (429 and 503 not before their `Retry-After`); 3xx, which is not followed, and every other 4xx are dead.",
             ),
+            Key(
+                "guard",
+                "`false`",
+                "For `http`; `true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows: for a URL that is not wholly your own.",
+            ),
             Key("show_payload", "`false`", "For `log`: print the payload too."),
             Key("concurrency", "`64`", "As in `[outbox]`."),
             Key("batch", "`256`", "As in `[outbox]`."),
@@ -134,6 +139,11 @@ const SECTIONS: &[Section] = &[
             Key("settling_sec", "`5`", "For `look_up`: how long after a send the broker's answer can be relied on."),
             Key("url", "needed for http", "Where orders are posted."),
             Key("look_up_url", "needed for look_up", "Where a key is looked up, with `{key}` in it."),
+            Key(
+                "guard",
+                "`false`",
+                "For `http`; `true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("headers", "", "As of a lane. References are read again when the broker answers 401 or 403."),
             Key(
                 "statuses",
@@ -152,6 +162,11 @@ const SECTIONS: &[Section] = &[
         name: "memory",
         about: "The memory gateway, which exists where this section does. `[lane.memory]` takes the keys of a lane but those that say where it goes; its defaults are concurrency 10, batch 10, lock_lease_sec 120, max_attempts 5.",
         keys: &[
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("url", "", "Where OpenMemory is, like `\"http://127.0.0.1:8080\"`. Without it every memory is queued."),
             Key("api_key", "", "Its key, as a reference. Read again when OpenMemory refuses the one in use."),
             Key("timeout_ms", "`5000`", "For one call, at most 10000."),
@@ -234,6 +249,11 @@ const SECTIONS: &[Section] = &[
                 "",
                 "An OpenTelemetry collector for traces over HTTP, like `\"http://127.0.0.1:4318\"`. `OTEL_EXPORTER_OTLP_ENDPOINT`; headers from `OTEL_EXPORTER_OTLP_HEADERS`.",
             ),
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
         ],
     },
     Section {
@@ -246,6 +266,11 @@ const SECTIONS: &[Section] = &[
                 "Alerts are posted here as JSON; may be a reference. Chat programs show their `text`.",
             ),
             Key("headers", "", "As of a lane."),
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("every", "`\"5m\"`", "The same trouble is told at most once in this time."),
             Key("max_age", "`\"15m\"`", "A lane whose oldest due message is older is in trouble; `\"0\"`: never."),
         ],

@@ -79,6 +79,7 @@ fn every_key_of_a_lane_arrives() {
         timeout: Duration::from_millis(2500),
         headers: vec![("X-Source".into(), "postrider".into())],
         statuses: HttpClasses::new([("404", "retry"), ("5xx", "dead")]).unwrap(),
+        guard: false,
     };
     assert_eq!(lane.destination, expected);
 }

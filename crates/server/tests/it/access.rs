@@ -66,7 +66,12 @@ const TABLE: &[Route] = &[
     route("POST /v1/outbox/{lane_or_id}", "enqueue", Lane),
     with("POST /v1/outbox/{lane_or_id}/batch", "enqueue", Lane, || json!({ "messages": [{ "payload": 1 }] })),
     route("POST /v1/outbox/{lane_or_id}/requeue", "operate", Message),
-    with("POST /v1/outbox/requeue", "operate", Lane, || json!({ "filter": { "lane": "canary-lane" }, "dry_run": true })),
+    with(
+        "POST /v1/outbox/requeue",
+        "operate",
+        Lane,
+        || json!({ "filter": { "lane": "canary-lane" }, "dry_run": true }),
+    ),
     route("POST /v1/lanes/{lane}/pause", "operate", Lane),
     route("POST /v1/lanes/{lane}/resume", "operate", Lane),
     route("GET /v1/overview", "read", Filters),
@@ -159,7 +164,9 @@ impl World {
     fn new(home: Home) -> World {
         let memory = OpenMemory::start(&home, &[]);
         let lane = |name: &str| {
-            format!("[lane.{name}]\ncourier = \"http\"\nurl = \"http://127.0.0.1:1/\"\nmax_attempts = 1\naudit = true\n")
+            format!(
+                "[lane.{name}]\ncourier = \"http\"\nurl = \"http://127.0.0.1:1/\"\nmax_attempts = 1\naudit = true\n"
+            )
         };
         let config = format!(
             "[auth]\nmode = \"always\"\n[memory]\nurl = \"{}\"\n[alerts]\nurl = \"http://127.0.0.1:1/\"\n{}{}",
@@ -168,6 +175,7 @@ impl World {
             lane("own")
         );
         home.write("postrider.toml", &config);
+        home.run(&["migrate"]).done();
         let canary = ["--target", "canary-target", "--active-key", "canary-active", "--key", "canary-key", "--json"];
         let message = home.enqueue(&[&["canary-lane", "--payload", "canary-payload"], &canary[..]].concat());
         home.enqueue(&["own", "--payload", "mine", "--json"]);
@@ -340,8 +348,11 @@ fn a_token_for_some_lanes_hears_of_no_other() {
     let call = |tool: &str, arguments: Value| world.mcp(&own, &json!({ "tool": tool, "arguments": arguments }));
     let status = call("outbox_status", json!({}));
     assert_eq!(status["lanes"].as_object().unwrap().keys().collect::<Vec<_>>(), ["own"], "{status}");
-    assert_eq!(status["lanes"]["own"], json!({ "pending": 1, "leased": 0, "sent": 0, "dead": 1,
-        "oldest_due_seconds": status["lanes"]["own"]["oldest_due_seconds"] }));
+    assert_eq!(
+        status["lanes"]["own"],
+        json!({ "pending": 1, "leased": 0, "sent": 0, "dead": 1,
+        "oldest_due_seconds": status["lanes"]["own"]["oldest_due_seconds"] })
+    );
     assert_eq!(call("outbox_status", json!({ "lane": "canary-lane" }))["error"]["code"], "FORBIDDEN");
     let answers = call("outbox_requeue", json!({ "ids": [world.message, 987_654] }));
     assert_eq!(answers["results"][0]["outcome"], "not_found", "{answers}");
@@ -371,7 +382,8 @@ fn the_audit_of_another_lane_is_not_the_gateways() {
     on_every_database(|home| {
         let world = World::new(home);
         let store = |text: &str| {
-            let headers = [("content-type", "application/json"), ("authorization", &*world.token(&["--scope", "enqueue"]))];
+            let headers =
+                [("content-type", "application/json"), ("authorization", &*world.token(&["--scope", "enqueue"]))];
             let body = json!({ "payload_md": text, "target_space": "team:a" });
             world.server.post("/memory/store", &headers, &body.to_string()).answered(200);
         };
@@ -474,9 +486,11 @@ fn a_token_for_some_spaces_looks_into_no_other() {
         assert_eq!(world.home.number("SELECT COUNT(*) FROM memory_writes WHERE payload_md = 'planted'"), 0);
 
         let audit = world.get(&of_a, "/v1/audit").answered(200).json();
-        let rows = audit["items"].as_array().unwrap();
+        let of_memories = |row: &&Value| row["evidence_refs_json"]["source"] == "gateway";
+        let rows: Vec<&Value> = audit["items"].as_array().unwrap().iter().filter(of_memories).collect();
         assert!(rows.len() == 2 && rows.iter().all(|row| row["target_space"] == "team:a"), "{audit}");
-        let total = |token: &str| world.get(token, "/reliability/report").answered(200).json()["audit_stats"]["total"].clone();
+        let total =
+            |token: &str| world.get(token, "/reliability/report").answered(200).json()["audit_stats"]["total"].clone();
         assert_eq!((total(&of_a), total(&teams)), (json!(2), json!(3)));
         assert_eq!(ask(&of_a, "/v1/reconcile", json!({})).status, 403);
         world.get(&of_a, "/v1/doctor").refused(403, "FORBIDDEN");

@@ -7,6 +7,7 @@ mod access;
 mod api;
 mod bad_input;
 mod beside;
+mod canaries;
 mod configuration;
 mod dashboard;
 mod demo;
