@@ -290,6 +290,47 @@ async fn read_body(mut body: Incoming, kept: &mut Vec<u8>, most: usize) -> bool 
 mod tests {
     use super::*;
 
+    /// Resolves every name to this machine, and permits nothing of it.
+    struct Closed(SocketAddr);
+
+    impl Resolve for Closed {
+        fn resolve(&self, _: String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
+            let address = self.0;
+            Box::pin(async move { Ok(vec![address]) })
+        }
+
+        fn permit(&self, address: IpAddr) -> std::result::Result<(), Forbidden> {
+            if address.is_loopback() { Err(Forbidden("closed".to_owned())) } else { Ok(()) }
+        }
+    }
+
+    /// Whatever a name resolved to: a peer that is not permitted hears nothing, and an address is not even connected to.
+    #[tokio::test]
+    async fn the_peer_is_looked_at_before_anything_is_said() {
+        use tokio::io::AsyncReadExt;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let exchange = Exchange::new(Arc::new(Closed(address)), Duration::from_secs(5)).unwrap();
+        let ask = async |host: String| {
+            let mut request = Request::new(Full::new(Bytes::from_static(b"secret")));
+            *request.uri_mut() = format!("http://{host}/").parse().unwrap();
+            match exchange.send(request, Duration::from_secs(5)).await {
+                Answer::Unanswered { code, reach, .. } => (code, reach),
+                answered => panic!("{answered:?}"),
+            }
+        };
+        let refused = ("ADDRESS_FORBIDDEN", Reach::NeverSent);
+        // Only the second one connects.
+        assert_eq!(ask(address.to_string()).await, refused);
+        assert_eq!(ask(format!("rebound.example:{}", address.port())).await, refused);
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut heard = Vec::new();
+        stream.read_to_end(&mut heard).await.unwrap();
+        assert_eq!(heard, b"");
+        let another = tokio::time::timeout(Duration::from_millis(200), listener.accept()).await;
+        assert!(another.is_err(), "an address that is forbidden is not connected to");
+    }
+
     #[test]
     fn retry_after_is_seconds_or_a_date() {
         let now: Timestamp = "2026-03-01T12:00:00Z".parse().unwrap();

@@ -578,3 +578,58 @@ fn a_subscriptions_url_is_short_for_those_who_only_read() {
         assert!(!world.get(&reader, path).answered(200).body.contains("canary-path"), "{path}");
     }
 }
+
+/// What is asked costs a bounded amount, and so does saying no to it.
+#[test]
+fn answers_have_bounds() {
+    let world = World::new(Home::sqlite());
+    let admin = world.token(&["--scope", "admin"]);
+    let headers = [("content-type", "application/json"), ("authorization", &*admin)];
+    let spaces: Vec<String> = (0..40_000).map(|n| format!("team:{n}")).collect();
+    let refused = world.server.post("/memory/query", &headers, &json!({ "query": "x", "spaces": spaces }).to_string());
+    assert_eq!(refused.status, 422, "{}", &refused.body[..200]);
+    assert!(refused.body.len() < 1000, "{} bytes", refused.body.len());
+    let spaces = &spaces[..100];
+    let asked = world.server.post("/memory/query", &headers, &json!({ "query": "x", "spaces": spaces }).to_string());
+    assert_eq!(asked.status, 200);
+
+    // An event with more sagas and attempts than an answer bears.
+    let event = json!({ "event_type": "a.b", "payload": 1 }).to_string();
+    let id = world.server.post("/v1/events", &headers, &event).answered(202).json()["event_id"].as_i64().unwrap();
+    let series =
+        |most: i64| format!("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {most})");
+    world.home.execute(&format!(
+        "{} INSERT INTO webhook_delivery_sagas (event_id, subscription_id, generation, status, attempt_count, created_at, updated_at)
+         SELECT {id}, i, 0, 'Completed', 0, 1, 1 FROM n",
+        series(300)
+    ));
+    world.home.execute(&format!(
+        "{} INSERT INTO webhook_attempts (job_id, saga_id, attempt, started_at, duration_ms, response_body)
+         SELECT 1000000 + i, 1 + i / 500, i % 500, 1, 1, zeroblob(20000) FROM n",
+        series(1000)
+    ));
+    let timeline = world.get(&admin, &format!("/v1/events/{id}")).answered(200).json();
+    let sagas = timeline["sagas"].as_array().unwrap();
+    let attempts: usize = sagas.iter().map(|saga| saga["attempts"].as_array().unwrap().len()).sum();
+    assert_eq!((sagas.len(), attempts, &timeline["more"]), (100, 200, &json!(true)));
+    let saga = world.get(&admin, "/v1/sagas/1").answered(200).json();
+    let attempts = saga["attempts"].as_array().unwrap();
+    assert_eq!((attempts.len(), &attempts[199]["attempt"]), (200, &json!(499)), "the last of them");
+
+    // Numbers of a long history.
+    world.home.execute(&format!(
+        "{} INSERT INTO outbox_done (id, lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, payload, payload_sha, created_at, updated_at, status, finished_at)
+         SELECT 1000000 + i, CASE i % 2 WHEN 0 THEN 'memory' ELSE 'own' END, 0, 1, 0, 0, 0, 1, X'', zeroblob(32), 1, 1, 'sent', i FROM n",
+        series(120_000)
+    ));
+    let status = world.mcp(&admin, &json!({ "tool": "outbox_status", "arguments": {} }));
+    assert_eq!((&status["lanes"]["own"]["sent"], &status["lanes"]["own"]["more"]), (&json!(50_000), &json!(true)));
+    let report = world.get(&admin, "/reliability/report").answered(200).json();
+    let outbox = &report["outbox_stats"];
+    assert_eq!((&outbox["by_status"]["sent"], &outbox["complete"]), (&json!(50_000), &json!(false)), "{report}");
+    assert_eq!(report["audit_stats"]["complete"], true);
+    // Whoever runs the command may wait for all of it.
+    assert_eq!(world.home.stats("own")["sent"], 60_000);
+    let (_, log) = world.server.stop();
+    assert!(log.lines().all(|line| line.len() < 10_000), "no line of the log is long");
+}

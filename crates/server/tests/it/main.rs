@@ -15,6 +15,7 @@ mod documentation;
 mod doubts;
 mod fleet;
 mod gate;
+mod guarding;
 mod home;
 mod looking;
 mod mcp_edges;
