@@ -332,6 +332,13 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
     });
+    if let Some(keys) = &file.tls
+        && [&keys.get_ref().cert, &keys.get_ref().key].iter().any(|text| text.contains("-----BEGIN"))
+    {
+        return Err(
+            place.wrong(keys.span(), "[tls] names files: cert = \"cert.pem\", key = \"key.pem\"; not what is in them")
+        );
+    }
     Ok(Config {
         database: file.database.unwrap_or_default(),
         listen,

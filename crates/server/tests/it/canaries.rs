@@ -103,7 +103,7 @@ fn a_run_with_everything_that_goes_wrong(home: &Home, database: &str) {
     let environment: Vec<(&str, String)> =
         ENVIRONMENT.iter().map(|(name, value)| (*name, value.replace("RECEIVER", &port))).collect();
     let mut environment: Vec<(&str, &str)> = environment.iter().map(|(name, value)| (*name, value.as_str())).collect();
-    environment.push(("RUST_LOG", "trace,h2=off,hyper=off,mio=off,rustls=off,hyper_util=off"));
+    environment.push(("RUST_LOG", "trace,h2=off,hyper=off,mio=off,rustls=off"));
     let memory = OpenMemory::start(home, &["--api-key", "another"]);
     let config = format!(
         "{database}
@@ -296,6 +296,7 @@ otlp_endpoint = \"http://127.0.0.1:1\"
         "[memory]\nurl = \"http://u:canary-password@127.0.0.1:1\"",
         "[memory]\nurl = \"http://127.0.0.1:1\"\napi_key = \"canary-plain\"",
         "[secrets]\nkey = \"canary-plain\"",
+        "[tls]\ncert = \"cert.pem\"\nkey = \"-----BEGIN PRIVATE KEY----- canary-key\"",
         "[telemetry]\notlp_endpoint = \"http://u:canary-password@127.0.0.1:1\"",
     ] {
         home.write("wrong.toml", wrong);
@@ -346,8 +347,7 @@ fn a_duplicate_key_is_not_repeated_by_mysql() {
         "CREATE TRIGGER first BEFORE INSERT ON outbox_keys FOR EACH ROW
          SIGNAL SQLSTATE '23000' SET MYSQL_ERRNO = 1062, MESSAGE_TEXT = 'Duplicate entry ''work-canary-key'' for key ''PRIMARY'''",
     );
-    let server =
-        Server::start_with(&home, &["--no-workers"], &[("RUST_LOG", "trace,hyper=off,mio=off,mysql_async=off")]);
+    let server = Server::start_with(&home, &["--no-workers"], &[("RUST_LOG", "trace,h2=off,hyper=off,mio=off")]);
     let answer = server.post("/v1/outbox/work", &[("Idempotency-Key", "canary-key")], "x");
     assert!(answer.status >= 400 && !answer.body.contains("canary"), "{answer:#?}");
     let (_, log) = server.stop();
