@@ -234,6 +234,10 @@ fn every_route_with_every_kind_of_token() {
         assert_eq!(described, known, "each route has an entry here that says who may use it");
 
         let all = SCOPES.join(",");
+        let bobs = json!({ "payload_md": "the bobolink of canary street", "target_space": "private:bob" }).to_string();
+        let headers = [("content-type", "application/json"), ("authorization", &*admin)];
+        world.server.post("/memory/store", &headers, &bobs).answered(200);
+        let elsewhere = world.token(&["--scope", &all, "--space", "team:elsewhere"]);
         let own = world.token(&["--scope", &all, "--lane", "own"]);
         let expired = world.token(&["--scope", "admin", "--expires", "1ms"]);
         let revoked = world.token(&["--scope", "admin"]);
@@ -273,6 +277,19 @@ fn every_route_with_every_kind_of_token() {
                 }
             };
             assert_eq!(foreign.status, expected, "{} with another lane's token: {foreign:#?}", route.name);
+        }
+        // Another space: what looks at all of them is refused, and no answer tells of bob's.
+        for route in TABLE {
+            let refused = match route.name {
+                "POST /memory/store" | "POST /v1/reconcile" => true,
+                _ if route.keeps == Whole => true,
+                name if name.contains("/memory/") || name.contains("/audit") || name.contains("/reliability") => false,
+                _ if route.method() != "GET" => continue,
+                _ => false,
+            };
+            let answer = world.ask(route, &route.path(world.message), Some(&elsewhere));
+            assert_eq!(answer.status == 403, refused, "{} with another space's token: {answer:#?}", route.name);
+            assert!(!answer.body.contains("bob"), "{} with another space's token: {answer:#?}", route.name);
         }
         // Nobody of them changed anything.
         assert_eq!(world.home.show(world.message)["status"], "dead");
