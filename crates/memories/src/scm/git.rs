@@ -38,7 +38,7 @@ impl Git {
         if !path.exists() {
             return Err(Trouble::Source(format!("there is nothing at {given}")));
         }
-        let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+        let repository = open(path)?;
         // However it is named, and from whichever of its work trees: it is one repository.
         let path = repository.commondir().canonicalize().map_err(wrong)?;
         let bare = !path.ends_with(".git");
@@ -75,6 +75,14 @@ fn tips(repository: &Repository) -> Result<BTreeMap<String, String>, git2::Error
         tips.insert("HEAD".to_owned(), head.id().to_string());
     }
     Ok(tips)
+}
+
+/// Opening reads where a shallow clone ends, too, and would wait for a pipe: that is looked at first.
+fn open(path: &Path) -> Result<Repository, Trouble> {
+    for place in [".git/shallow", "shallow"] {
+        plain(&path.join(place))?;
+    }
+    Repository::open(path).map_err(|e| trouble(&e))
 }
 
 /// Where a shallow clone ends; what lies beyond may come later.
@@ -139,11 +147,7 @@ fn begin(
     known: Vec<String>,
     boundary_then: &str,
 ) -> Result<(BTreeMap<String, String>, String, Walk, u64), Trouble> {
-    // Opening reads it too, and would wait for a pipe.
-    for place in [".git/shallow", "shallow"] {
-        plain(&Path::new(path).join(place))?;
-    }
-    let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+    let repository = open(Path::new(path))?;
     let tips = tips(&repository).map_err(|e| trouble(&e))?;
     let boundary = boundary(&repository)?;
     // A clone that was deepened has ancestors nobody has read.
