@@ -369,7 +369,7 @@ impl Webhooks {
                     failure: failure.map(|code| (code, Reach::Answered)),
                     status: Some(status.as_u16()),
                     retry_after: if asks_to_wait { retry_after(&headers) } else { None },
-                    headers: Some(hidden(head(&headers).into_bytes(), &opened.headers)).map(text),
+                    headers: Some(text(hidden(head(&headers).into_bytes(), &opened.headers))),
                     body: (!body.is_empty()).then(|| hidden(body, &opened.headers).into()),
                     remote: remote.map(|remote| remote.to_string()),
                     ..report
