@@ -88,7 +88,7 @@ async fn admit(asked: Result<Caller, Refusal>, mut request: Request, next: Next)
 }
 
 /// Reads a small body to its end: a connection closed while the client still writes may lose it our answer.
-async fn hear_out(request: Request) {
+pub async fn hear_out(request: Request) {
     let body = axum::body::to_bytes(request.into_body(), 64 << 10);
     let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }

@@ -15,6 +15,8 @@ mod outbox;
 mod reference;
 mod request;
 mod session;
+mod slots;
+mod traffic;
 mod webhooks;
 
 use std::sync::Arc;
@@ -45,6 +47,8 @@ use crate::tokens::{Scope, Tokens};
 use crate::tools::Tools;
 
 pub use accept::{Limits, serve};
+pub use slots::{RESERVE, Rules as SlotRules};
+pub use traffic::Patience;
 pub use auth::Caller;
 pub use error::Refusal;
 pub use orders::ledger_view;
@@ -317,7 +321,11 @@ async fn frame(mut request: Request, next: Next) -> Response {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = if has_nul(&request) {
+    let mut response = if request.extensions().get::<accept::ProbesOnly>().is_some() && !is_probe(&request) {
+        auth::hear_out(request).await;
+        let what = "this server has all the connections it bears, of this address or in all; try again soon";
+        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", what).into_response()
+    } else if has_nul(&request) {
         // No text of ours has one, and only some databases could even be asked.
         Refusal::invalid("the address contains a NUL character (%00)").into_response()
     } else if too_large(&request) {
@@ -335,6 +343,11 @@ async fn frame(mut request: Request, next: Next) -> Response {
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+/// What is answered even where there is no room for anything else.
+fn is_probe(request: &Request) -> bool {
+    ["/livez", "/readyz", "/health"].contains(&request.uri().path())
 }
 
 fn has_nul(request: &Request) -> bool {

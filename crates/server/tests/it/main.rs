@@ -10,6 +10,7 @@ mod configuration;
 mod dashboard;
 mod demo;
 mod documentation;
+mod doors;
 mod doubts;
 mod fleet;
 mod gate;
