@@ -5,16 +5,28 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket, sockopt};
 
-/// A connection that comes from `source`. With a small buffer of its own, so that what it does not read is soon felt.
+/// A connection that comes from `source`.
 pub fn connect_from(source: Ipv4Addr, address: SocketAddr) -> io::Result<TcpStream> {
+    begin(source, address, None)
+}
+
+/// The same with a small buffer of its own, so that what it does not read is soon felt.
+pub fn connect_narrowly(source: Ipv4Addr, address: SocketAddr) -> io::Result<TcpStream> {
+    begin(source, address, Some(4096))
+}
+
+fn begin(source: Ipv4Addr, address: SocketAddr, buffer: Option<usize>) -> io::Result<TcpStream> {
     let own = socket(AddressFamily::INET, SocketType::STREAM, None)?;
-    sockopt::set_socket_recv_buffer_size(&own, 4096)?;
+    if let Some(bytes) = buffer {
+        sockopt::set_socket_recv_buffer_size(&own, bytes)?;
+    }
     bind(&own, &SocketAddr::from((source, 0)))?;
     connect(&own, &address)?;
     Ok(TcpStream::from(own))
 }
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const SETTINGS: u8 = 4;
 const PING: u8 = 6;
@@ -66,18 +78,16 @@ pub struct Head {
     pub length: usize,
     kind: u8,
     flags: u8,
-    pub stream: u32,
 }
 
 impl Head {
     pub fn of(bytes: [u8; 9]) -> Head {
-        let [a, b, c, kind, flags, d, e, f, g] = bytes;
-        Head {
-            length: u32::from_be_bytes([0, a, b, c]) as usize,
-            kind,
-            flags,
-            stream: u32::from_be_bytes([d, e, f, g]) & 0x7fff_ffff,
-        }
+        let [a, b, c, kind, flags, ..] = bytes;
+        Head { length: u32::from_be_bytes([0, a, b, c]) as usize, kind, flags }
+    }
+
+    pub fn is_data(self) -> bool {
+        self.kind == DATA
     }
 
     pub fn ends_stream(self) -> bool {

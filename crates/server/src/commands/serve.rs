@@ -18,7 +18,7 @@ use crate::config::{AuthMode, Config, TlsFiles};
 use crate::database;
 use crate::doctor::Doctor;
 use crate::failure::{Ending, Failure, Result};
-use crate::http::{self, App, Limits};
+use crate::http::{self, Access, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
@@ -48,7 +48,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         parts.clone(),
         config.orders.strict,
         config.gate.clone(),
-        (tokens_required, tls.is_some()),
+        Access { tokens_required, tls: tls.is_some(), session_ttl: config.session_ttl },
         meters.clone(),
         Doctor::new(config, &outbox, &parts),
     );

@@ -1,6 +1,7 @@
 //! `postrider token`: access to the API.
 
 use postrider::Timestamp;
+use serde::Serialize;
 use serde_json::json;
 
 use crate::cli;
@@ -8,6 +9,7 @@ use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
+use crate::sessions::{Session, Sessions};
 use crate::table::Table;
 use crate::tokens::{Scope, Token, Tokens, Wish};
 
@@ -40,19 +42,33 @@ async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Resu
     Ok(Ending::Done)
 }
 
+/// A token and the browsers that are signed in with it.
+#[derive(Serialize)]
+struct Listed<'a> {
+    #[serde(flatten)]
+    token: &'a Token,
+    sessions: Vec<&'a Session>,
+}
+
 async fn list(config: &Config, output: Output) -> Result<Ending> {
-    let tokens = Tokens::new(database::open_existing(config).await?).list().await?;
-    output.show(&json!({ "items": tokens, "next_cursor": null }), || {
+    let outbox = database::open_existing(config).await?;
+    let tokens = Tokens::new(outbox.clone()).list().await?;
+    let sessions = Sessions::list(&outbox).await?;
+    let of = |token: &Token| sessions.iter().filter(|session| session.token_id == token.id).collect::<Vec<_>>();
+    let items: Vec<_> = tokens.iter().map(|token| Listed { token, sessions: of(token) }).collect();
+    output.show(&json!({ "items": items, "next_cursor": null }), || {
         if tokens.is_empty() {
             return "no tokens; make one with `postrider token create --scope enqueue`".to_owned();
         }
-        let mut table = Table::new(["id", "name", "scopes", "lane", "created", "expires", "revoked"]);
+        let mut table = Table::new(["id", "name", "scopes", "lane", "created", "expires", "revoked", "sessions"]);
         let moment = |at: Option<Timestamp>| at.map_or("-".to_owned(), |at| at.to_string());
-        for Token { id, name, scopes, lane, created_at, expires_at, revoked_at } in &tokens {
+        for Listed { token, sessions } in &items {
+            let Token { id, name, scopes, lane, created_at, expires_at, revoked_at } = token;
+            let sessions = sessions.len().to_string();
             let scopes = scopes.iter().map(Scope::to_string).collect::<Vec<_>>().join(",");
             let lane = lane.clone().unwrap_or_else(|| "-".to_owned());
             let (expires, revoked) = (moment(*expires_at), moment(*revoked_at));
-            table.row([id.to_string(), name.clone(), scopes, lane, created_at.to_string(), expires, revoked]);
+            table.row([id.to_string(), name.clone(), scopes, lane, created_at.to_string(), expires, revoked, sessions]);
         }
         table.render()
     })?;

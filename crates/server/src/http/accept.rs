@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
-use super::slots::{Rules, Slot, Slots};
+use super::slots::{Rules, Slots};
 use super::traffic::{Judgement, Outgoing, Patience, Traffic, UnderWay, Wire};
 
 /// What one server bears.
@@ -85,13 +85,10 @@ pub async fn serve(
             }
         };
         let slot = slots.enter(peer.ip());
-        if slot.as_ref().is_none_or(Slot::is_reserved)
-            && told.is_none_or(|told| Tick::now().since(told) >= TOLD_EVERY)
-        {
+        if slot.is_reserved() && told.is_none_or(|told| Tick::now().since(told) >= TOLD_EVERY) {
             told = Some(Tick::now());
             tracing::warn!(peer = %peer.ip(), "too many connections, of this peer or in all; only probes are answered ([http] max_connections, max_connections_per_peer)");
         }
-        let Some(slot) = slot else { continue };
         let patience = if slot.is_reserved() { brief(limits.patience) } else { limits.patience };
         let connection = Connection {
             router: router.clone(),

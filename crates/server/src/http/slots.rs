@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 /// Connections beyond the limits in which probes are answered and all else is refused.
 pub const RESERVE: usize = 256;
 /// Of which one peer has at most these: a crowd at one address does not push others out of it.
-const RESERVE_PER_PEER: usize = 16;
+const RESERVE_PER_PEER: usize = 64;
 
 /// How many connections there may be.
 #[derive(Clone, Debug)]
@@ -34,8 +34,36 @@ struct Taken {
     slots: usize,
     by_peer: HashMap<IpAddr, Held>,
     /// The oldest first.
-    reserve: VecDeque<(u64, Arc<Notify>)>,
+    reserve: VecDeque<Reserved>,
     next: u64,
+}
+
+struct Reserved {
+    id: u64,
+    peer: Option<IpAddr>,
+    wanted: Arc<Notify>,
+}
+
+impl Taken {
+    /// Gives back what a peer has, and forgets who has nothing.
+    fn give_back(&mut self, peer: Option<IpAddr>, one: impl Fn(&mut Held) -> &mut usize) {
+        let Some(peer) = peer else { return };
+        if let Some(held) = self.by_peer.get_mut(&peer) {
+            *one(held) -= 1;
+            if held.slots == 0 && held.reserve == 0 {
+                self.by_peer.remove(&peer);
+            }
+        }
+    }
+
+    /// Takes the first of the reserve that this holds for out of it, and tells it to go.
+    fn make_room(&mut self, which: impl Fn(&Reserved) -> bool) {
+        let found = self.reserve.iter().position(which);
+        if let Some(gone) = found.and_then(|at| self.reserve.remove(at)) {
+            gone.wanted.notify_one();
+            self.give_back(gone.peer, |held| &mut held.reserve);
+        }
+    }
 }
 
 /// The slots of one server.
@@ -61,37 +89,34 @@ impl Slots {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot for a connection of `address`, of the reserve where there is no other; none where the peer has its share of
-    /// that too. When the reserve is full the oldest there makes room: a probe takes no time.
-    pub fn enter(self: &Arc<Self>, address: IpAddr) -> Option<Slot> {
+    /// A slot for a connection of `address`, of the reserve where there is no other. Where that is full, too, or the peer has
+    /// its share of it, the oldest makes room: a probe takes no time, and whoever takes longer is none.
+    pub fn enter(self: &Arc<Self>, address: IpAddr) -> Slot {
         let address = address.to_canonical();
         let peer = (!self.rules.trusted.iter().any(|range| range.contains(address))).then(|| peer_of(address));
         let mut guard = self.taken();
         let taken = &mut *guard;
-        let mut alone = Held::default();
-        let held = match peer {
-            Some(peer) => taken.by_peer.entry(peer).or_default(),
-            None => &mut alone,
-        };
-        let has_its_share = peer.is_some() && self.rules.per_peer > 0 && held.slots >= self.rules.per_peer;
+        let (slots, reserve) = peer.and_then(|peer| taken.by_peer.get(&peer)).map_or((0, 0), |h| (h.slots, h.reserve));
+        let has_its_share = self.rules.per_peer > 0 && slots >= self.rules.per_peer;
         if taken.slots < self.rules.most && !has_its_share {
-            held.slots += 1;
             taken.slots += 1;
-            return Some(Slot { slots: self.clone(), peer, reserved: None });
+            if let Some(peer) = peer {
+                taken.by_peer.entry(peer).or_default().slots += 1;
+            }
+            return Slot { slots: self.clone(), peer, reserved: None };
         }
-        if held.reserve >= RESERVE_PER_PEER {
-            return None;
+        if reserve >= RESERVE_PER_PEER {
+            taken.make_room(|other| other.peer == peer);
+        } else if taken.reserve.len() >= RESERVE {
+            taken.make_room(|_| true);
         }
-        held.reserve += 1;
-        if taken.reserve.len() >= RESERVE
-            && let Some((_, oldest)) = taken.reserve.pop_front()
-        {
-            oldest.notify_one();
+        if let Some(peer) = peer {
+            taken.by_peer.entry(peer).or_default().reserve += 1;
         }
-        let reserved = (taken.next, Arc::new(Notify::new()));
+        let (id, wanted) = (taken.next, Arc::new(Notify::new()));
         taken.next += 1;
-        taken.reserve.push_back(reserved.clone());
-        Some(Slot { slots: self.clone(), peer, reserved: Some(reserved) })
+        taken.reserve.push_back(Reserved { id, peer, wanted: wanted.clone() });
+        Slot { slots: self.clone(), peer, reserved: Some((id, wanted)) }
     }
 }
 
@@ -112,20 +137,18 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut guard = self.slots.taken();
-        let taken = &mut *guard;
+        let mut taken = self.slots.taken();
         match &self.reserved {
-            Some((id, _)) => taken.reserve.retain(|(other, _)| other != id),
-            None => taken.slots -= 1,
-        }
-        let Some(peer) = self.peer else { return };
-        if let Some(held) = taken.by_peer.get_mut(&peer) {
-            match self.reserved {
-                Some(_) => held.reserve -= 1,
-                None => held.slots -= 1,
+            // Unless it has made room already.
+            Some((id, _)) => {
+                if let Some(at) = taken.reserve.iter().position(|other| other.id == *id) {
+                    taken.reserve.remove(at);
+                    taken.give_back(self.peer, |held| &mut held.reserve);
+                }
             }
-            if held.slots == 0 && held.reserve == 0 {
-                taken.by_peer.remove(&peer);
+            None => {
+                taken.slots -= 1;
+                taken.give_back(self.peer, |held| &mut held.slots);
             }
         }
     }
@@ -148,12 +171,17 @@ mod tests {
         Slots::new(Rules { most, per_peer, trusted })
     }
 
-    fn enter(slots: &Arc<Slots>, address: &str) -> Option<Slot> {
+    fn enter(slots: &Arc<Slots>, address: &str) -> Slot {
         slots.enter(address.parse().unwrap())
     }
 
-    fn plain(slot: &Option<Slot>) -> bool {
-        slot.as_ref().is_some_and(|slot| !slot.is_reserved())
+    fn plain(slot: &Slot) -> bool {
+        !slot.is_reserved()
+    }
+
+    fn must_go(slot: &Slot) -> bool {
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        std::pin::pin!(slot.is_wanted()).poll(&mut context).is_ready()
     }
 
     #[test]
@@ -162,7 +190,7 @@ mod tests {
         let own: Vec<_> = (0..3).map(|_| enter(&slots, "127.0.0.2")).collect();
         assert!(own.iter().all(plain));
         let beyond = enter(&slots, "127.0.0.2");
-        assert!(beyond.as_ref().is_some_and(Slot::is_reserved), "probes of the same peer are answered");
+        assert!(beyond.is_reserved(), "probes of the same peer are answered");
         assert!(plain(&enter(&slots, "127.0.0.1")), "others have theirs");
         drop(own);
         assert!(plain(&enter(&slots, "127.0.0.2")), "what was given back is free");
@@ -189,22 +217,24 @@ mod tests {
     }
 
     #[test]
-    fn the_reserve_is_shared_and_its_oldest_makes_room() {
+    fn a_crowd_in_the_reserve_makes_room_among_itself() {
         let slots = slots(0, 0, &[]);
-        let crowd: Vec<_> = (0..RESERVE_PER_PEER).map(|_| enter(&slots, "127.0.0.2")).collect();
-        assert!(crowd.iter().all(Option::is_some));
-        assert!(enter(&slots, "127.0.0.2").is_none(), "a crowd at one address has its share");
-        let mut others = Vec::new();
-        for n in 0..(RESERVE / RESERVE_PER_PEER) as u8 {
-            others.extend((0..RESERVE_PER_PEER).map(|_| enter(&slots, &format!("127.0.1.{n}"))));
-        }
-        assert!(others.iter().all(Option::is_some));
+        let other = enter(&slots, "127.0.0.1");
+        let crowd: Vec<_> = (0..RESERVE_PER_PEER + 5).map(|_| enter(&slots, "127.0.0.2")).collect();
+        assert_eq!(slots.taken().reserve.len(), RESERVE_PER_PEER + 1);
+        assert!(crowd[..5].iter().all(must_go), "the first to come are the first to go");
+        assert!(!crowd[5..].iter().any(must_go) && !must_go(&other), "the last to come is heard, and so are others");
+        drop((crowd, other));
+        assert!(slots.taken().by_peer.is_empty() && slots.taken().reserve.is_empty());
+    }
+
+    #[test]
+    fn in_a_full_reserve_the_oldest_makes_room() {
+        let slots = slots(0, 0, &[]);
+        let all: Vec<_> = (0..RESERVE + 3).map(|n| enter(&slots, &format!("127.0.{}.1", n % 250))).collect();
         assert_eq!(slots.taken().reserve.len(), RESERVE);
-        let wanted = |slot: &Slot| {
-            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-            std::pin::pin!(slot.is_wanted()).poll(&mut context).is_ready()
-        };
-        assert!(crowd.iter().flatten().all(wanted), "the first to come are the first to go");
-        assert!(!others.iter().flatten().any(wanted));
+        assert!(all[..3].iter().all(must_go) && !all[3..].iter().any(must_go));
+        drop(all);
+        assert!(slots.taken().by_peer.is_empty() && slots.taken().reserve.is_empty());
     }
 }

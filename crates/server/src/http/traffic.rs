@@ -14,8 +14,9 @@ use postrider::clock::Tick;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// An answer is handed over in pieces of this size: of what HTTP/2 has in hand nobody can tell whether it moves.
-const PIECE: usize = 16 << 10;
+/// An answer is handed over in pieces of this size: of what HTTP/2 has in hand nobody can tell whether it moves. It is also
+/// the least a client must take within its patience.
+const PIECE: usize = 4 << 10;
 
 /// How long a connection may do nothing.
 #[derive(Clone, Copy, Debug)]

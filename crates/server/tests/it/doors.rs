@@ -59,9 +59,12 @@ fn listen(stream: &mut TcpStream, mut each: impl FnMut(&mut TcpStream, crowd::He
 fn one_address_shuts_nobody_out() {
     let home = Home::sqlite();
     let server = server(&home, "max_connections = 60\nmax_connections_per_peer = 20\nidle_timeout_sec = 600");
-    let crowd: Vec<_> = (0..100).map(|_| idle(&server, OTHER)).collect();
+    let crowd: Vec<_> = (0..200).map(|_| idle(&server, OTHER)).collect();
     for path in ["/livez", "/readyz", "/health", "/v1/outbox", "/"] {
         ask(&server, Ipv4Addr::LOCALHOST, path).answered(200);
+    }
+    for path in ["/livez", "/readyz", "/health"] {
+        ask(&server, OTHER, path).answered(200);
     }
     drop(crowd);
     wait_until("their slots are free again", || ask(&server, OTHER, "/v1/outbox").status == 200);
@@ -83,7 +86,7 @@ fn with_all_slots_taken_probes_are_answered_and_all_else_is_told() {
     let peers = [2, 3, 4].map(|n| Ipv4Addr::new(127, 0, 0, n));
     let crowd: Vec<_> = peers.iter().flat_map(|peer| (0..20).map(|_| taken(*peer))).collect();
     // Some crowd even the reserve, and say nothing.
-    let beyond: Vec<_> = peers.iter().flat_map(|peer| (0..40).map(|_| connect(&server, *peer))).collect();
+    let beyond: Vec<_> = peers.iter().flat_map(|peer| (0..100).map(|_| connect(&server, *peer))).collect();
     for _ in 0..20 {
         for path in ["/livez", "/readyz", "/health"] {
             ask(&server, Ipv4Addr::LOCALHOST, path).answered(200);
@@ -153,7 +156,7 @@ fn http2_with_a_request_under_way_stays() {
     let begun = Instant::now();
     let mut heard = Duration::ZERO;
     listen(&mut stream, |stream, head| {
-        if head.stream == 1 && head.length > 0 {
+        if head.is_data() && head.length > 0 {
             let length = head.length as u32;
             let _ = stream.write_all(&[crowd::window_update(0, length), crowd::window_update(1, length)].concat());
             heard = begun.elapsed();
@@ -172,7 +175,7 @@ const ONE_SLOT: &str = "max_connections_per_peer = 1\nidle_timeout_sec = 600\nwr
 fn whoever_does_not_read_http1_loses_the_slot() {
     let home = Home::sqlite();
     let server = server(&home, ONE_SLOT);
-    let mut stream = connect(&server, OTHER);
+    let mut stream = crowd::connect_narrowly(OTHER, server.address.parse().unwrap()).unwrap();
     let request = format!("GET /openapi.json HTTP/1.1\r\nhost: {}\r\n\r\n", server.address).repeat(100);
     stream.write_all(request.as_bytes()).unwrap();
     wait_until("it has the slot", || ask(&server, OTHER, "/v1/outbox").status == 503);
@@ -214,16 +217,16 @@ fn whoever_reads_slowly_has_it_all() {
     stream.write_all(&[crowd::greeting(8192), crowd::get(1, "/openapi.json", true)].concat()).unwrap();
     let (begun, mut whole) = (Instant::now(), false);
     listen(&mut stream, |stream, head| {
-        if head.stream != 1 {
-            return;
-        }
         if head.ends_stream() {
             whole = true;
             let _ = stream.shutdown(std::net::Shutdown::Both);
             return;
         }
+        if !head.is_data() {
+            return;
+        }
         std::thread::sleep(Duration::from_millis(200));
-        let length = head.length.max(1) as u32;
+        let length = head.length as u32;
         let _ = stream.write_all(&[crowd::window_update(0, length), crowd::window_update(1, length)].concat());
     });
     assert!(whole, "it was cut off after {:?}", begun.elapsed());

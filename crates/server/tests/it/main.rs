@@ -29,6 +29,7 @@ mod scm;
 mod scratch;
 mod secrets;
 mod serve;
+mod sessions;
 mod statuses;
 mod telemetry;
 mod terminal;
