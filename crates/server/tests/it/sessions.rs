@@ -83,7 +83,7 @@ fn a_session_is_not_its_token_and_ends_with_it() {
         overview(&server, &other).answered(200);
         assert_eq!(sessions_of(&home, id), 1);
         let shown = home.run(&["token", "list"]).done().stdout;
-        assert!(shown.contains("sessions"), "{shown}");
+        assert!(shown.contains("SESSIONS"), "{shown}");
 
         home.run(&["token", "revoke", &id.to_string()]).done();
         wait_until("its session is over", || overview(&server, &other).status == 401);
