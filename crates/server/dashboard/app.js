@@ -130,7 +130,13 @@ function sign_in(reason) {
 }
 
 async function begin() {
-  await whoAmI();
+  try {
+    await whoAmI();
+  } catch (error) {
+    // Behind a proxy only those with a token get in.
+    if (error.code === "FORWARDED_WITHOUT_TOKEN") return sign_in(error.message);
+    throw error;
+  }
   if (!session.signed_in) return sign_in();
   if (!may("read")) return sign_in("This token may not read. Use one with the scope read.");
   await watch();

@@ -183,7 +183,7 @@ impl Tokens {
         Ok(tokens.iter().any(|token| token.revoked_at.is_none()))
     }
 
-    /// `false`: there is no such token, or it was revoked before.
+    /// Its sessions end with it. `false`: there is no such token, or it was revoked before.
     pub async fn revoke(&self, id: i64) -> postrider::Result<bool> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
         transact(&**self.outbox.store(), Mode::Write, move |tx| {
@@ -192,7 +192,9 @@ impl Tokens {
                 let now = tx.now().plus(0, &mut params);
                 params.push(id.into());
                 let sql = format!("UPDATE api_tokens SET revoked_at = {now} WHERE id = ? AND revoked_at IS NULL");
-                Ok(tx.execute(&sql, &params).await? > 0)
+                let revoked = tx.execute(&sql, &params).await? > 0;
+                crate::sessions::end_all(tx, id).await?;
+                Ok(revoked)
             })
         })
         .await
@@ -221,6 +223,11 @@ impl Tokens {
         let kept = kept.unwrap_or(stand_in);
         let same = bool::from(kept.sha.as_slice().ct_eq(sha.as_slice()));
         Ok((same & kept.valid).then_some(kept.token))
+    }
+
+    /// The token of that id, if it is good: for whoever stands for it.
+    pub async fn still_good(&self, id: i64) -> postrider::Result<Option<Token>> {
+        Ok(self.look_up(id).await?.filter(|kept| kept.valid).map(|kept| kept.token))
     }
 
     async fn look_up(&self, id: i64) -> postrider::Result<Option<Kept>> {

@@ -1,6 +1,7 @@
 //! `postrider token`: access to the API.
 
 use postrider::Timestamp;
+use serde::Serialize;
 use serde_json::json;
 
 use crate::cli;
@@ -8,6 +9,7 @@ use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
+use crate::sessions::{Session, Sessions};
 use crate::table::Table;
 use crate::tokens::{Scope, Token, Tokens, Wish};
 
@@ -50,15 +52,30 @@ async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Resu
     Ok(Ending::Done)
 }
 
+/// A token and the browsers that are signed in with it.
+#[derive(Serialize)]
+struct Listed<'a> {
+    #[serde(flatten)]
+    token: &'a Token,
+    sessions: Vec<&'a Session>,
+}
+
 async fn list(config: &Config, output: Output) -> Result<Ending> {
-    let tokens = Tokens::new(database::open_existing(config).await?).list().await?;
-    output.show(&json!({ "items": tokens, "next_cursor": null }), || {
+    let outbox = database::open_existing(config).await?;
+    let tokens = Tokens::new(outbox.clone()).list().await?;
+    let sessions = Sessions::list(&outbox).await?;
+    let of = |token: &Token| sessions.iter().filter(|session| session.token_id == token.id).collect::<Vec<_>>();
+    let items: Vec<_> = tokens.iter().map(|token| Listed { token, sessions: of(token) }).collect();
+    output.show(&json!({ "items": items, "next_cursor": null }), || {
         if tokens.is_empty() {
             return "no tokens; make one with `postrider token create --scope enqueue`".to_owned();
         }
-        let mut table = Table::new(["id", "name", "scopes", "lanes", "spaces", "created", "expires", "revoked"]);
+        let columns = ["id", "name", "scopes", "lanes", "spaces", "created", "expires", "revoked", "sessions"];
+        let mut table = Table::new(columns);
         let moment = |at: Option<Timestamp>| at.map_or("-".to_owned(), |at| at.to_string());
-        for Token { id, name, scopes, lanes, spaces, created_at, expires_at, revoked_at, .. } in &tokens {
+        for Listed { token, sessions } in &items {
+            let Token { id, name, scopes, lanes, spaces, created_at, expires_at, revoked_at, .. } = token;
+            let sessions = sessions.len().to_string();
             let scopes = scopes.iter().map(Scope::to_string).collect::<Vec<_>>().join(",");
             let all_or = |named: &[String]| if named.is_empty() { "all".to_owned() } else { named.join(",") };
             let (expires, revoked) = (moment(*expires_at), moment(*revoked_at));
@@ -71,6 +88,7 @@ async fn list(config: &Config, output: Output) -> Result<Ending> {
                 created_at.to_string(),
                 expires,
                 revoked,
+                sessions,
             ]);
         }
         table.render()

@@ -9,7 +9,7 @@ use toml::Spanned;
 
 use crate::logs::LogFormat;
 
-use super::values::{BackoffRule, BackoffTable, Count, Seconds, Span};
+use super::values::{BackoffRule, BackoffTable, Count, CountOrNone, Seconds, Span};
 
 /// Sections of parts that are still to come: known, and refused by name.
 macro_rules! file {
@@ -23,6 +23,8 @@ macro_rules! file {
             pub outbox: OutboxKeys,
             #[serde(default)]
             pub lane: BTreeMap<String, Spanned<LaneKeys>>,
+            #[serde(default)]
+            pub http: HttpKeys,
             #[serde(default)]
             pub auth: AuthKeys,
             pub tls: Option<Spanned<TlsKeys>>,
@@ -59,6 +61,19 @@ file!(store);
 pub struct AuthKeys {
     #[serde(default)]
     pub mode: AuthMode,
+    pub session_ttl: Option<Spanned<Span>>,
+}
+
+/// `[http]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [http]")]
+pub struct HttpKeys {
+    pub max_connections: Option<Count<1_000_000>>,
+    pub max_connections_per_peer: Option<CountOrNone<1_000_000>>,
+    pub idle_timeout_sec: Option<Seconds<1000>>,
+    pub write_timeout_sec: Option<Seconds<1000>>,
+    #[serde(default)]
+    pub trusted_proxies: Vec<Spanned<String>>,
 }
 
 /// When a token is needed.

@@ -27,13 +27,15 @@ use postrider_webhooks::guard::Policy;
 use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
-use self::file::{AlertKeys, CourierName, File, GateKeys, LaneKeys, MemoryKeys, OrderKeys, WebhookKeys};
+use self::file::{AlertKeys, CourierName, File, GateKeys, HttpKeys, LaneKeys, MemoryKeys, OrderKeys, WebhookKeys};
 pub use self::memory::MemoryConfig;
 pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
+use self::values::Span;
 use crate::couriers::{Destination, check_http};
 use crate::failure::{Failure, Result};
 use crate::gate::{CAPABILITIES, GateRules};
+use crate::http::{Limits, Patience, SlotRules};
 use crate::logs::LogFormat;
 use crate::secret;
 
@@ -52,7 +54,10 @@ const DEFAULT_KEY: &str = "file:postrider.key";
 pub struct Config {
     pub database: String,
     pub listen: SocketAddr,
+    pub http: Limits,
     pub auth: AuthMode,
+    /// How long a browser stays signed in.
+    pub session_ttl: Duration,
     pub tls: Option<TlsFiles>,
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<String>,
@@ -342,7 +347,9 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
     Ok(Config {
         database: file.database.unwrap_or_default(),
         listen,
+        http: http(&place, &file.http)?,
         auth: file.auth.mode,
+        session_ttl: session_ttl(&place, file.auth.session_ttl.as_ref())?,
         tls: file
             .tls
             .map(|keys| keys.into_inner())
@@ -364,6 +371,34 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
     })
+}
+
+/// `[http]`.
+fn http(place: &Place, keys: &HttpKeys) -> Result<Limits> {
+    let usual = Limits::default();
+    let range = |text: &toml::Spanned<String>| text.get_ref().parse().map_err(|e: String| place.wrong(text.span(), e));
+    Ok(Limits {
+        slots: SlotRules {
+            most: keys.max_connections.map_or(usual.slots.most, |n| n.0 as usize),
+            per_peer: keys.max_connections_per_peer.map_or(usual.slots.per_peer, |n| n.0 as usize),
+            trusted: keys.trusted_proxies.iter().map(range).collect::<Result<_>>()?,
+        },
+        patience: Patience {
+            idle: keys.idle_timeout_sec.map_or(usual.patience.idle, |s| s.0),
+            write: keys.write_timeout_sec.map_or(usual.patience.write, |s| s.0),
+        },
+    })
+}
+
+/// `[auth] session_ttl`.
+fn session_ttl(place: &Place, given: Option<&toml::Spanned<Span>>) -> Result<Duration> {
+    let Some(span) = given else { return Ok(Duration::from_secs(12 * 3600)) };
+    let ttl = span.get_ref().0;
+    if ttl < Duration::from_secs(1) {
+        let what = "session_ttl below \"1s\" would sign everybody out at once; write for how long, like \"12h\"";
+        return Err(place.wrong(span.span(), what));
+    }
+    Ok(ttl)
 }
 
 /// The lane of a part of ours, tuned like any other.

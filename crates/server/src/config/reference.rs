@@ -223,13 +223,47 @@ const SECTIONS: &[Section] = &[
         )],
     },
     Section {
+        name: "http",
+        about: "The connections `serve` bears. Beyond the limits `/livez`, `/readyz` and `/health` are still answered, and everything else with 503 `OVERLOADED`.",
+        keys: &[
+            Key(
+                "max_connections",
+                "`10000`",
+                "In all. The limit of open files (`ulimit -n`) is raised for them as far as it goes; where it allows fewer, there are fewer, and the log says so.",
+            ),
+            Key("max_connections_per_peer", "`2500`", "Of one address; of IPv6, of one /64. `0`: no limit."),
+            Key(
+                "idle_timeout_sec",
+                "`15`",
+                "A connection without a request under way is closed after this time, in HTTP/2 too, whatever it pings; also the time for a TLS handshake and for a request's head.",
+            ),
+            Key(
+                "write_timeout_sec",
+                "`30`",
+                "A connection whose client takes nothing of an answer for this time is ended. In HTTP/2 that goes for each answer: the least is 4 KiB.",
+            ),
+            Key(
+                "trusted_proxies",
+                "`[]`",
+                "Addresses like `\"10.0.0.0/8\"` that speak for many: not counted in `max_connections_per_peer`. It opens nothing: without a token whatever a proxy has passed on is refused (403 `FORWARDED_WITHOUT_TOKEN`).",
+            ),
+        ],
+    },
+    Section {
         name: "auth",
         about: "Who may use the API.",
-        keys: &[Key(
-            "mode",
-            "`\"auto\"`",
-            "`auto`: tokens beyond loopback; `always`: everywhere. Make one with `postrider token create`.",
-        )],
+        keys: &[
+            Key(
+                "mode",
+                "`\"auto\"`",
+                "`auto`: tokens beyond loopback; `always`: everywhere. Make one with `postrider token create`.",
+            ),
+            Key(
+                "session_ttl",
+                "`\"12h\"`",
+                "How long a browser stays signed in to the dashboard. A session also ends when it signs out, and with its token.",
+            ),
+        ],
     },
     Section {
         name: "tls",

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use crate::writes;
 
 /// An answer that is no success.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Refusal {
     pub status: StatusCode,
     pub code: &'static str,
