@@ -70,6 +70,11 @@ dashboard-load: ## See the dashboard on a million live messages and 200 changes 
 	cargo build --locked --release
 	$(WITH_DATABASES) cargo test --locked -p postrider-server --test it -- --ignored dashboard_under_load --nocapture
 
+.PHONY: http-load
+http-load: ## See what 10,000 idle connections, clients that never read and nonsense cost the others; CONNECTIONS=1000 only tries whether it runs
+	cargo build --locked --release
+	cargo run --locked -q -p proving --bin http-load -- target/release/postrider $(if $(CONNECTIONS),--connections $(CONNECTIONS) --only-try)
+
 .PHONY: scm-million
 scm-million: ## Read a Git history of a million commits, and see that memory does not grow with it
 	cargo build --locked --release
@@ -81,6 +86,7 @@ ci: lint test api receivers mcp ## Everything CI runs
 	$(MAKE) demo
 	$(MAKE) packaging
 	MESSAGES=50 $(MAKE) bench
+	CONNECTIONS=1000 $(MAKE) http-load
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use postrider::tx::{Dialect, Tx, Value, in_ids};
 use postrider::{Result, bulk};
 
+use crate::spaces::Spaces;
 use crate::terms::{Probe, probes, terms};
 
 /// Of one word, the newest so many of each source are looked at.
@@ -70,7 +71,7 @@ pub(crate) async fn remove(
 pub(crate) async fn search(
     tx: &mut (dyn Tx + Send),
     question: &str,
-    spaces: Option<&[String]>,
+    spaces: &Spaces,
     limit: usize,
 ) -> Result<Vec<(Source, i64, f64)>> {
     let probes = probes(question);
@@ -97,12 +98,7 @@ pub(crate) async fn search(
 }
 
 /// What of one source has a word; each source has ids of its own, so each has its own newest.
-async fn ids_of(
-    tx: &mut (dyn Tx + Send),
-    probe: &Probe,
-    source: Source,
-    spaces: Option<&[String]>,
-) -> Result<Vec<i64>> {
+async fn ids_of(tx: &mut (dyn Tx + Send), probe: &Probe, source: Source, spaces: &Spaces) -> Result<Vec<i64>> {
     let mut params: Vec<Value> = Vec::new();
     let mut condition = match probe {
         Probe::Exact(term) => {
@@ -115,11 +111,8 @@ async fn ids_of(
             "term >= ? AND term < ?".to_owned()
         }
     };
-    if let Some(spaces) = spaces {
-        // What belongs to no space is everybody's.
-        params.push("".into());
-        params.extend(spaces.iter().map(Value::from));
-        condition.push_str(&format!(" AND target_space IN ({})", vec!["?"; spaces.len() + 1].join(", ")));
+    if let Some(of_spaces) = spaces.condition(tx.dialect(), "target_space", &mut params) {
+        condition.push_str(&format!(" AND {of_spaces}"));
     }
     params.push(source.as_str().into());
     let sql = format!(

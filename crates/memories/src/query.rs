@@ -13,8 +13,8 @@ use serde::Serialize;
 
 use crate::copies;
 use crate::index::{self, BATCH, Source};
-use crate::note::check_space;
 use crate::recognise::FRESH;
+use crate::spaces::Spaces;
 use crate::upstream::Match;
 use crate::{Memories, ranking};
 
@@ -22,14 +22,18 @@ use crate::{Memories, ranking};
 const MOST: usize = 100;
 /// As many of our own copies are looked at, at least, for what the service does not have.
 const LOCAL: usize = 50;
+/// Most spaces a question may name.
+pub const MOST_SPACES: usize = 100;
 /// Longest question, in bytes.
 const LONGEST: usize = 8 * 1024;
 
 #[derive(Clone, Debug, Default)]
 pub struct Question {
     pub query: String,
-    /// `None`, or one of them `*`: all.
+    /// Each a space, or all of a kind (`team:*`). `None`, or one of them `*`: all.
     pub spaces: Option<Vec<String>>,
+    /// The spaces whoever asks may look into. What the question names is to lie within them: it is not asked here.
+    pub within: Spaces,
     pub top_k: Option<usize>,
     pub correlation_id: String,
 }
@@ -76,15 +80,21 @@ impl Memories {
         if question.spaces.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::invalid("spaces names at least one space; leave it out to search all"));
         }
-        let spaces = question.spaces.filter(|spaces| !spaces.iter().any(|space| space == "*"));
-        for space in spaces.iter().flatten() {
-            check_space(space).map_err(Error::invalid)?;
+        if question.spaces.as_ref().is_some_and(|spaces| spaces.len() > MOST_SPACES) {
+            return Err(Error::invalid(format!(
+                "spaces names at most {MOST_SPACES} spaces; leave it out to search all"
+            )));
         }
+        let named = question.spaces.filter(|spaces| !spaces.iter().any(|space| space == "*"));
+        for space in named.iter().flatten() {
+            Spaces::check(space).map_err(Error::invalid)?;
+        }
+        let spaces = named.map_or(question.within, Spaces::these);
         // A task of its own: who hangs up has not found out how the service is, and the answer still tells us.
-        let (handle, question_text, filtered) = (self.clone(), text.clone(), spaces.is_some());
+        let (handle, question_text, filtered) = (self.clone(), text.clone(), !spaces.are_all());
         let asked = tokio::spawn(async move { handle.ask(&question_text, top_k, filtered).await });
         let asked = asked.await.unwrap_or_else(|_| Err("internal".to_owned()));
-        let spaces_searched = spaces.clone().unwrap_or_else(|| vec!["*".to_owned()]);
+        let spaces_searched = if spaces.are_all() { vec!["*".to_owned()] } else { spaces.names() };
         let (results, degraded, message) = match asked {
             Ok(matches) => {
                 let (results, message) = self.beside(matches, text, spaces, top_k).await?;
@@ -134,7 +144,7 @@ impl Memories {
         &self,
         matches: Vec<Match>,
         text: String,
-        spaces: Option<Vec<String>>,
+        spaces: Spaces,
         top_k: usize,
     ) -> Result<(Vec<Recalled>, String)> {
         let work = Arc::new((matches, text, spaces));
@@ -144,9 +154,9 @@ impl Memories {
                 let (matches, text, spaces) = &*work;
                 let ids: Vec<&str> = matches.iter().map(|found| found.id.as_str()).collect();
                 let copies = copies::by_memory_ids(tx, &ids).await?;
-                let hits = index::search(tx, text, spaces.as_deref(), (4 * top_k).max(LOCAL)).await?;
+                let hits = index::search(tx, text, spaces, (4 * top_k).max(LOCAL)).await?;
                 let own = copies::by_ids(tx, &of_source(&hits, Source::Memory)).await?;
-                Ok(ranking::merge(matches, copies, own, &hits, spaces.as_deref(), top_k))
+                Ok(ranking::merge(matches, copies, own, &hits, spaces, top_k))
             })
         });
         let ranking::Merged { results, added, crowded_out } = found.await?;
@@ -162,7 +172,7 @@ impl Memories {
         Ok((results, message))
     }
 
-    async fn fall_back(&self, text: String, spaces: Option<Vec<String>>, top_k: usize) -> Result<Vec<Recalled>> {
+    async fn fall_back(&self, text: String, spaces: Spaces, top_k: usize) -> Result<Vec<Recalled>> {
         if let Err(error) = self.catch_up(5).await {
             tracing::warn!(%error, "what is new in the logbook is not found yet");
         }
@@ -170,7 +180,7 @@ impl Memories {
         let found = self.transact(Mode::Read, move |tx| {
             let work = work.clone();
             Box::pin(async move {
-                let hits = index::search(tx, &work.0, work.1.as_deref(), top_k).await?;
+                let hits = index::search(tx, &work.0, &work.1, top_k).await?;
                 recall(tx, &hits).await
             })
         });

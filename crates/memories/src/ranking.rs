@@ -6,6 +6,7 @@ use std::collections::{HashMap, HashSet};
 use crate::copies::{Found, State};
 use crate::index::Source;
 use crate::query::Recalled;
+use crate::spaces::Spaces;
 use crate::upstream::Match;
 
 /// What has so much of a question's words is meant by it; what has less merely has some of them.
@@ -59,10 +60,10 @@ pub(crate) fn merge(
     copies: Vec<Found>,
     local: Vec<Found>,
     hits: &[(Source, i64, f64)],
-    spaces: Option<&[String]>,
+    spaces: &Spaces,
     top_k: usize,
 ) -> Merged {
-    let allowed = |copy: &Found| spaces.is_none_or(|spaces| spaces.contains(&copy.space));
+    let allowed = |copy: &Found| spaces.cover(&copy.space);
     let places: HashMap<&str, usize> = matches.iter().enumerate().map(|(n, found)| (found.id.as_str(), n)).collect();
     let place_of = |copy: &Found| copy.memory_id.as_deref().and_then(|id| places.get(id)).copied();
     let words: HashMap<i64, f64> =
@@ -85,7 +86,7 @@ pub(crate) fn merge(
         let known = !ours.is_empty();
         let copy = ours.into_iter().find(allowed);
         // A memory that is not ours is in no space of ours.
-        if copy.is_none() && (known || spaces.is_some()) {
+        if copy.is_none() && (known || !spaces.are_all()) {
             continue;
         }
         let id = copy.as_ref().map(|copy| copy.id);
@@ -122,7 +123,7 @@ pub(crate) fn merge(
         let score = recalled.score.or(by_words).or_else(|| place.and_then(|place| matches[place].score));
         merged.results.push(Recalled { score, ..recalled });
     }
-    if spaces.is_some() {
+    if !spaces.are_all() {
         crowded_out.sort_by(|a, b| b.0.total_cmp(&a.0));
         for (words, recalled) in crowded_out {
             if merged.results.len() < top_k && texts.insert((recalled.space.clone(), recalled.content.clone())) {
@@ -206,18 +207,18 @@ mod tests {
         let matches = [found("m1", "We chose plan A"), found("m2", "another thing")];
         let both = || vec![copy(1, "m1", "We chose plan A", false), copy(2, "m1", "We chose plan B", true)];
         let hits = [(Source::Memory, 2, 1.0), (Source::Memory, 1, 0.5)];
-        let merged = merge(&matches, both(), both(), &hits, None, 10);
+        let merged = merge(&matches, both(), both(), &hits, &Spaces::all(), 10);
         assert_eq!(contents(&merged), ["We chose plan B", "We chose plan A", "another thing"]);
         assert_eq!(merged.results[0].merged_with.as_deref(), Some("m1"));
         assert_eq!((merged.results[0].memory_id.as_deref(), merged.added), (None, 1));
-        let first = merge(&matches, both(), both(), &hits, None, 1);
+        let first = merge(&matches, both(), both(), &hits, &Spaces::all(), 1);
         assert_eq!(contents(&first), ["We chose plan B"], "also where there is room for one only");
         // What has hardly any of the words does not push away what the service means.
         let few = [(Source::Memory, 2, 0.2)];
-        let merged = merge(&matches, both(), both(), &few, None, 1);
+        let merged = merge(&matches, both(), both(), &few, &Spaces::all(), 1);
         assert_eq!(contents(&merged), ["We chose plan A"]);
         // Asked without any of its words it comes with what it was taken for.
-        let merged = merge(&matches, both(), vec![], &[], None, 10);
+        let merged = merge(&matches, both(), vec![], &[], &Spaces::all(), 10);
         assert_eq!(contents(&merged)[..2], ["We chose plan A", "We chose plan B"]);
     }
 
@@ -226,11 +227,11 @@ mod tests {
         let matches = [found("m9", "somebody else's")];
         let local = || vec![copy(1, "m1", "ours", false)];
         let hits = [(Source::Memory, 1, 1.0)];
-        let merged = merge(&matches, vec![], local(), &hits, None, 10);
+        let merged = merge(&matches, vec![], local(), &hits, &Spaces::all(), 10);
         assert_eq!(contents(&merged), ["somebody else's"]);
-        let merged = merge(&matches, vec![], local(), &hits, Some(&["team:a".to_owned()]), 10);
+        let merged = merge(&matches, vec![], local(), &hits, &Spaces::these(vec!["team:a".to_owned()]), 10);
         assert_eq!((contents(&merged), merged.crowded_out), (vec!["ours"], 1));
-        let merged = merge(&matches, vec![], local(), &hits, Some(&["team:b".to_owned()]), 10);
+        let merged = merge(&matches, vec![], local(), &hits, &Spaces::these(vec!["team:b".to_owned()]), 10);
         assert!(contents(&merged).is_empty());
     }
 }

@@ -22,6 +22,7 @@ use crate::{LANE, Memories, governance};
 pub(crate) const MARGIN: Duration = Duration::from_secs(2);
 /// How often a twin's write is looked at.
 const LOOK: Duration = Duration::from_millis(20);
+const RARELY: Duration = Duration::from_millis(320);
 
 /// How the first half ended.
 #[derive(Clone, Debug)]
@@ -121,7 +122,26 @@ impl Memories {
                 let what = "another write of the same memory does not end";
                 return Err(Failed::first_half(Error::new(Kind::Busy, what)));
             }
-            tokio::time::sleep(LOOK).await;
+            self.wait_for_the_other(note, patience.saturating_sub(Tick::now().since(began))).await;
+        }
+    }
+
+    /// Waits until the other write of this memory has ended, by looks that write nothing and become rarer.
+    async fn wait_for_the_other(&self, note: &Arc<Note>, patience: Duration) {
+        let (began, mut pause) = (Tick::now(), LOOK);
+        while Tick::now().since(began) < patience {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RARELY);
+            let work = note.clone();
+            let looked = self.transact(Mode::Look, move |tx| {
+                let note = work.clone();
+                Box::pin(async move { copies::find(tx, &note.space, &note.payload_sha, false).await })
+            });
+            match looked.await {
+                Ok(Some(copy)) if copy.state == State::Writing && !copy.overdue => {}
+                // It has ended, or the next try is told why it cannot be seen.
+                _ => return,
+            }
         }
     }
 

@@ -11,7 +11,7 @@ use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request};
 use http_body_util::Full;
 use postrider::clock::Tick;
-use postrider::couriers::exchange::{Answer, Exchange, System, retry_after};
+use postrider::couriers::exchange::{Answer, Exchange, Resolve, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
 use serde_json::{Value, json};
@@ -156,6 +156,8 @@ pub struct Settings {
     pub url: Option<Url>,
     pub key: KeySource,
     pub timeout: Duration,
+    /// Who says which addresses are connected to; `None`: the operating system.
+    pub resolver: Option<Arc<dyn Resolve>>,
 }
 
 impl std::fmt::Debug for Settings {
@@ -181,7 +183,8 @@ pub struct OpenMemory {
 
 impl OpenMemory {
     pub fn new(settings: Settings) -> Result<Self> {
-        let exchange = Exchange::new(Arc::new(System), settings.timeout)?;
+        let resolver = settings.resolver.clone().unwrap_or_else(|| Arc::new(System));
+        let exchange = Exchange::new(resolver, settings.timeout)?;
         let key = header_of(&settings)?;
         let (dialect, key_read_at) = (Mutex::new(None), Mutex::new(None));
         let (key_changes, shows_one) = (AtomicU64::new(0), AtomicBool::new(false));

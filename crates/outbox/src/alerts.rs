@@ -30,6 +30,9 @@ const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Waiting messages of a lane are counted up to this.
 const MOST_WAITING: u64 = 10_000;
 
+/// Who owns the lane of alerts, where the server makes it: nobody else writes on it.
+pub const OWNER: &str = "[alerts] in postrider.toml";
+
 pub mod kind {
     pub const DEAD_MESSAGES: &str = "dead_messages";
     pub const LANE_TOO_OLD: &str = "lane_too_old";
@@ -123,7 +126,7 @@ pub struct Alerts {
 
 impl Alerts {
     pub fn new(outbox: Outbox, lane: impl Into<Arc<str>>, every: Duration) -> Self {
-        Alerts { outbox, lane: lane.into(), every }
+        Alerts { outbox: outbox.owning(OWNER), lane: lane.into(), every }
     }
 
     /// Raises an alert in the given transaction; `false` if one like it went out within `every`, and it was only counted.

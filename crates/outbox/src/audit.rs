@@ -58,7 +58,7 @@ pub(crate) async fn outcomes(
         for code in entry.trouble.into_iter().chain([winner.verdict.flush_code()]) {
             let evidence = json!({
                 "source": "outbox_worker", "outbox_id": winner.id, "memory_id": result_ref, "payload_sha": payload_sha,
-                "extra": { "correlation_id": winner.correlation_id, "worker_id": owner, "lease_token": winner.lease_token, "attempts": winner.attempts },
+                "extra": { "correlation_id": winner.correlation_id, "worker_id": owner, "lane": winner.lane, "lease_token": winner.lease_token, "attempts": winner.attempts },
             });
             let record = Record {
                 code,
@@ -78,9 +78,9 @@ pub(crate) async fn outcomes(
 pub(crate) async fn conflicts(tx: &mut (dyn Tx + Send), owner: &str, losers: &[(Lease, FlushCode)]) -> Result<()> {
     for (lease, intended) in losers {
         let live =
-            "SELECT 'live', lease_token, locked_by, target, payload_sha, correlation_id FROM outbox WHERE id = ?";
+            "SELECT 'live', lease_token, locked_by, target, payload_sha, correlation_id, lane FROM outbox WHERE id = ?";
         let done =
-            "SELECT status, lease_token, NULL, target, payload_sha, correlation_id FROM outbox_done WHERE id = ?";
+            "SELECT status, lease_token, NULL, target, payload_sha, correlation_id, lane FROM outbox_done WHERE id = ?";
         let mut seen: Vec<Row> = tx.query(live, &[lease.id.into()]).await?;
         if seen.is_empty() {
             seen = tx.query(done, &[lease.id.into()]).await?;
@@ -95,10 +95,11 @@ pub(crate) async fn conflicts(tx: &mut (dyn Tx + Send), owner: &str, losers: &[(
         let target = row.map(|r| r.opt_text(3)).transpose()?.flatten();
         let payload_sha = row.map(|r| r.opt_bytes(4)).transpose()?.flatten().map(|sha| hex(&sha));
         let correlation_id = row.map(|r| r.opt_text(5)).transpose()?.flatten();
+        let lane = row.map(|r| r.opt_text(6)).transpose()?.flatten();
         let evidence = json!({
             "source": "outbox_worker", "outbox_id": lease.id, "payload_sha": payload_sha,
             "intended": { "outcome": intended.as_str(), "lease_token": lease.token }, "observed": observed,
-            "extra": { "correlation_id": correlation_id, "worker_id": owner },
+            "extra": { "correlation_id": correlation_id, "worker_id": owner, "lane": lane },
         });
         let record = Record {
             code: FlushCode::Conflict,

@@ -139,6 +139,32 @@ pub(crate) async fn ages(tx: &mut (dyn Tx + Send)) -> Result<BTreeMap<String, Ag
     Ok(lanes.iter().map(|(lane, of_lane)| (lane.clone(), age(of_lane))).collect())
 }
 
+/// Counts of one lane, of each kind of message up to `most`; `true`: there may be more. Its cost has a bound, whatever there
+/// is. The age is told by [`ages`].
+pub(crate) async fn stats_up_to(tx: &mut (dyn Tx + Send), lane: &str, most: u64) -> Result<(LaneStats, bool)> {
+    let mut params = Vec::new();
+    let now = tx.now().plus(0, &mut params);
+    params.push(lane.into());
+    let sql = format!(
+        "SELECT COUNT(*), SUM(CASE WHEN lease_until >= {now} THEN 1 ELSE 0 END)
+         FROM (SELECT lease_until FROM outbox WHERE lane = ? LIMIT {most}) live"
+    );
+    let rows = tx.query(&sql, &params).await?;
+    let Some(row) = rows.first() else { return Ok(Default::default()) };
+    let (live, leased) = (row.int(0)? as u64, row.opt_int(1)?.unwrap_or(0) as u64);
+    let mut ended = [0; 2];
+    for (count, status) in ended.iter_mut().zip(["sent", "dead"]) {
+        let sql = format!(
+            "SELECT COUNT(*) FROM (SELECT id FROM outbox_done WHERE lane = ? AND status = '{status}' LIMIT {most}) ended"
+        );
+        let rows = tx.query(&sql, &[lane.into()]).await?;
+        *count = rows.first().map(|row| row.int(0)).transpose()?.unwrap_or(0) as u64;
+    }
+    let [sent, dead] = ended;
+    let stats = LaneStats { pending: live - leased, leased, sent, dead, oldest_due_seconds: 0.0 };
+    Ok((stats, [live, sent, dead].contains(&most)))
+}
+
 /// Live messages of a lane, up to `most`.
 pub(crate) async fn waiting(tx: &mut (dyn Tx + Send), lane: &str, most: u64) -> Result<u64> {
     let sql = format!("SELECT COUNT(*) FROM (SELECT id FROM outbox WHERE lane = ? LIMIT {most}) live");

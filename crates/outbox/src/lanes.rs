@@ -54,6 +54,13 @@ impl Default for LaneRules {
     }
 }
 
+impl LaneRules {
+    /// Does its owner bring back and delete what has ended?
+    pub(crate) fn has_upkeep(&self) -> bool {
+        self.owned_by.is_some_and(|owner| owner != crate::alerts::OWNER)
+    }
+}
+
 impl fmt::Debug for LaneRules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LaneRules")
@@ -124,6 +131,14 @@ impl Lanes {
                 let message = format!("lane `{lane}` has an owner; use `{command}` instead");
                 Err(Error::new(Kind::LaneOwned, message))
             }
+            _ => Ok(()),
+        }
+    }
+
+    /// The same for bringing back and deleting what has ended. Alerts have nobody else who would do that.
+    pub(crate) fn permit_upkeep(&self, lane: &str, owner: Option<&str>) -> Result<()> {
+        match self.0.get(lane) {
+            Some(rules) if rules.has_upkeep() => self.permit(lane, owner),
             _ => Ok(()),
         }
     }

@@ -436,7 +436,7 @@ impl Outbox {
         let owner = format!("{OPERATOR}{}", crate::clock::incarnation(None));
         let lanes = self.lanes().clone();
         let wanted = move |lane: &str, holder: Option<&str>| {
-            holder.is_some_and(|holder| !holder.starts_with(OPERATOR)) || lanes.permit(lane, None).is_ok()
+            holder.is_some_and(|holder| !holder.starts_with(OPERATOR)) || lanes.permit_upkeep(lane, None).is_ok()
         };
         let seized = self.seize_where(&owner, ids, Duration::from_secs(60), wanted).await?;
         let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
@@ -544,7 +544,7 @@ impl Outbox {
     /// The next dead messages of a lane that may be requeued here, in the order of their deaths: after `after`, and not after
     /// `until`.
     pub async fn dead(&self, lane: &str, after: Option<Died>, until: Timestamp, limit: u32) -> Result<Vec<Died>> {
-        self.lanes().permit(lane, self.owns)?;
+        self.lanes().permit_upkeep(lane, self.owns)?;
         let lane: Arc<str> = lane.into();
         transact(&*self.store, Mode::Read, move |tx| {
             let lane = lane.clone();
@@ -577,12 +577,12 @@ impl Outbox {
     /// Deletes one bounded batch of what ended long enough ago; of each lane without an owner, if none is named.
     pub async fn prune(&self, prune: Prune) -> Result<Pruned> {
         if let Some(lane) = prune.lane.clone() {
-            self.lanes().permit(&lane, self.owns)?;
+            self.lanes().permit_upkeep(&lane, self.owns)?;
             return self.prune_lane(lane, prune).await;
         }
         let mut all = Pruned::default();
         let lanes = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::lane_names(tx))).await?;
-        for lane in lanes.into_iter().filter(|lane| self.lanes().permit(lane, self.owns).is_ok()) {
+        for lane in lanes.into_iter().filter(|lane| self.lanes().permit_upkeep(lane, self.owns).is_ok()) {
             let pruned = self.prune_lane(lane, prune.clone()).await?;
             all = Pruned { messages: all.messages + pruned.messages, keys: all.keys + pruned.keys };
         }
@@ -608,6 +608,17 @@ impl Outbox {
     pub async fn stats(&self) -> Result<BTreeMap<String, LaneStats>> {
         let stats = transact(&*self.store, Mode::Count, |tx| Box::pin(depths::stats(tx))).await?;
         Ok(self.with_all_lanes(stats))
+    }
+
+    /// Counts of a lane for whoever asks often or from outside: of each kind up to `most`, and whether there may be more.
+    /// Bounded, whatever there is.
+    pub async fn stats_up_to(&self, lane: &str, most: u64) -> Result<(LaneStats, bool)> {
+        let lane: Arc<str> = lane.into();
+        transact(&*self.store, Mode::Look, move |tx| {
+            let lane = lane.clone();
+            Box::pin(async move { depths::stats_up_to(tx, &lane, most).await })
+        })
+        .await
     }
 
     /// How fast things went within `window`, who holds what, and how long the oldest waits. Bounded, whatever there is.

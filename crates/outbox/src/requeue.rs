@@ -57,7 +57,7 @@ pub(crate) async fn requeue(
     }
     let dead = lock_dead(tx, ids, held, &mut answers).await?;
     let of_lanes: HashSet<&str> = dead.values().map(String::as_str).collect();
-    of_lanes.into_iter().try_for_each(|lane| lanes.permit(lane, owner))?;
+    of_lanes.into_iter().try_for_each(|lane| lanes.permit_upkeep(lane, owner))?;
     let mut back: Vec<i64> = dead.keys().copied().collect();
     back.sort_unstable();
     take_keys_back(tx, &mut back, held, &mut answers).await?;

@@ -45,7 +45,7 @@ export function query(path, values) {
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
-export const session = { signed_in: false, name: null, scopes: [], lane: null, tokens_required: false };
+export const session = { signed_in: false, name: null, scopes: [], lane: null, lanes: [], spaces: [], tokens_required: false };
 export const may = (scope) => session.scopes.includes(scope);
 
 export async function whoAmI() {

@@ -28,10 +28,10 @@ function decoded(text) {
   }
 }
 
-/** A token for one lane has no business with the pages of other parts. */
+/** A token for some lanes has no business with the pages of other parts. */
 function pages() {
   const part = { "#/webhooks": "webhooks", "#/orders": "orders", "#/memories": "memory" };
-  return PAGES.filter(([, href]) => !session.lane || !part[href] || part[href] === session.lane);
+  return PAGES.filter(([, href]) => !session.lanes.length || !part[href] || session.lanes.includes(part[href]));
 }
 
 function place() {
@@ -130,12 +130,18 @@ function sign_in(reason) {
 }
 
 async function begin() {
-  await whoAmI();
+  try {
+    await whoAmI();
+  } catch (error) {
+    // Behind a proxy only those with a token get in.
+    if (error.code === "FORWARDED_WITHOUT_TOKEN") return sign_in(error.message);
+    throw error;
+  }
   if (!session.signed_in) return sign_in();
   if (!may("read")) return sign_in("This token may not read. Use one with the scope read.");
   await watch();
   signed_in = true;
-  document.getElementById("who").textContent = session.name ? `${session.name}${session.lane ? ` (lane ${session.lane})` : ""}` : "local, no token needed";
+  document.getElementById("who").textContent = session.name ? `${session.name}${session.lanes.length ? ` (lane ${session.lanes.join(", ")})` : ""}` : "local, no token needed";
   document.getElementById("sign-out").hidden = !session.name;
   show();
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use postrider::Timestamp;
 use postrider::store::Status;
+use postrider_memories::Spaces;
 
 use crate::config::parse_listen;
 use crate::config::values::parse_duration;
@@ -220,12 +221,15 @@ pub enum Token {
     after_help = "Example:\n  postrider token create --scope enqueue,read --lane invoices --expires 90d --name shop"
 )]
 pub struct CreateToken {
-    /// What it allows: enqueue, read, operate, admin (several with commas)
+    /// What it allows: enqueue, read, payload, operate, admin (several with commas)
     #[arg(long = "scope", value_name = "SCOPES", required = true, value_delimiter = ',')]
     pub scopes: Vec<Scope>,
-    /// Only on this lane
-    #[arg(long, value_name = "LANE")]
-    pub lane: Option<String>,
+    /// Only on this lane; several times for several [default: all]
+    #[arg(long = "lane", value_name = "LANE")]
+    pub lanes: Vec<String>,
+    /// Only memories of this space, or of a kind of them (team:*); several times for several [default: all]
+    #[arg(long = "space", value_name = "SPACE", value_parser = parse_space)]
+    pub spaces: Vec<String>,
     /// Worthless after this time: 12h, 90d [default: never]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub expires: Option<Duration>,
@@ -774,6 +778,11 @@ pub struct Demo {
     /// Keep worker, receiver and database until Ctrl-C, to look around
     #[arg(long)]
     pub stay: bool,
+}
+
+/// A space a token may be for.
+fn parse_space(text: &str) -> Result<String, String> {
+    Spaces::check(text).map(|()| text.to_owned())
 }
 
 fn parse_time(text: &str) -> Result<Timestamp, String> {

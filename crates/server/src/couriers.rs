@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use postrider::couriers::exchange::System;
 use postrider::couriers::http::{Http, HttpSettings};
 use postrider::couriers::{Log, Noop};
 use postrider::decide::HttpClasses;
@@ -23,6 +24,8 @@ pub enum Destination {
         timeout: Duration,
         headers: Vec<(String, String)>,
         statuses: HttpClasses,
+        /// Its address is guarded as those of webhooks are.
+        guard: bool,
     },
     Print {
         show_payload: bool,
@@ -58,13 +61,13 @@ impl Destination {
     /// As it may be shown: where to, but not with which headers.
     pub fn shown(&self) -> serde_json::Value {
         match self {
-            Destination::Http { url, timeout, headers, statuses } => {
+            Destination::Http { url, timeout, headers, statuses, guard } => {
                 let headers: serde_json::Map<String, serde_json::Value> =
                     headers.iter().map(|(name, _)| (name.clone(), "***".into())).collect();
                 // A path or a query may hold a secret.
                 let url = secret::resolve(url).unwrap_or_default();
                 let origin = url::Url::parse(&url).map(|url| url.origin().ascii_serialization()).unwrap_or_default();
-                serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers, "statuses": statuses.words() })
+                serde_json::json!({ "kind": "http", "url": format!("{origin}/***"), "timeout_ms": timeout.as_millis() as u64, "headers": headers, "statuses": statuses.words(), "guard": guard })
             }
             other => serde_json::json!({ "kind": other.name() }),
         }
@@ -85,9 +88,16 @@ impl Destination {
             Destination::Print { show_payload } => {
                 Arc::new(Log { show_payload: *show_payload, to_stderr: output.json })
             }
-            Destination::Http { url, timeout, headers, statuses } => {
+            Destination::Http { url, timeout, headers, statuses, guard } => {
                 let store_id = outbox.store_id().await?;
-                Arc::new(Rereading::new(url, *timeout, headers, statuses, store_id).map_err(Failure::usage)?)
+                let resolver = if *guard { opened()?.webhooks.guard() } else { Arc::new(System) };
+                let settings = HttpSettings {
+                    timeout: *timeout,
+                    statuses: statuses.clone(),
+                    resolver,
+                    ..HttpSettings::new(url, store_id)
+                };
+                Arc::new(Rereading::new(settings, headers).map_err(Failure::usage)?)
             }
         })
     }
@@ -97,19 +107,13 @@ impl Destination {
 struct Rereading(Fresh<Http>);
 
 impl Rereading {
-    fn new(
-        url: &str,
-        timeout: Duration,
-        headers: &[(String, String)],
-        statuses: &HttpClasses,
-        store_id: String,
-    ) -> Result<Self, String> {
-        let statuses = statuses.clone();
+    /// The URL and the headers as they were written, references and all.
+    fn new(written: HttpSettings, headers: &[(String, String)]) -> Result<Self, String> {
         let (names, values): (Vec<String>, Vec<String>) = headers.iter().cloned().unzip();
-        let texts = [vec![url.to_owned()], values].concat();
+        let texts = [vec![written.url.clone()], values].concat();
         let build = move |values: &[String]| {
             let headers: Vec<_> = names.iter().cloned().zip(values[1..].iter().cloned()).collect();
-            http(&values[0], timeout, &headers, &statuses, &store_id).map_err(|e| e.message)
+            Http::new(HttpSettings { url: values[0].clone(), headers, ..written.clone() }).map_err(|e| e.message)
         };
         Fresh::new(texts, build).map(Rereading)
     }
@@ -146,16 +150,6 @@ pub fn check_http(
     headers: &[(String, String)],
     statuses: &HttpClasses,
 ) -> postrider::Result<()> {
-    http(url, timeout, headers, statuses, "any").map(drop)
-}
-
-fn http(
-    url: &str,
-    timeout: Duration,
-    headers: &[(String, String)],
-    statuses: &HttpClasses,
-    store_id: &str,
-) -> postrider::Result<Http> {
     let (headers, statuses) = (headers.to_vec(), statuses.clone());
-    Http::new(HttpSettings { timeout, headers, statuses, ..HttpSettings::new(url, store_id) })
+    Http::new(HttpSettings { timeout, headers, statuses, ..HttpSettings::new(url, "any") }).map(drop)
 }

@@ -93,3 +93,89 @@ fn missing_file(config: &Config) -> Option<&str> {
 pub fn shown(config: &Config) -> String {
     without_password(&config.database)
 }
+
+/// What somebody between us and the database could do, as a warning.
+pub fn exposure_of(config: &Config) -> Option<String> {
+    let why = exposure(&config.database)?;
+    Some(format!(
+        "the database {} is reached {why}; see \"The way to the database\" in docs/operating.md",
+        shown(config)
+    ))
+}
+
+/// Said at the start of what runs for long.
+pub fn warn(config: &Config) {
+    for warning in config.warnings.iter().cloned().chain(exposure_of(config)) {
+        tracing::warn!("{warning}");
+    }
+}
+
+/// How a database beyond this machine is reached, if that is in the clear or without a look at its certificate.
+fn exposure(url: &str) -> Option<&'static str> {
+    let (scheme, rest) = url.split_once("://")?;
+    let (before, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let parameters: Vec<(String, String)> = url::form_urlencoded::parse(query.as_bytes()).into_owned().collect();
+    let given = |name: &str| parameters.iter().rev().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
+    let authority = before.rsplit_once('@').map_or(before, |(_, host)| host).split('/').next().unwrap_or_default();
+    let hosts = given("host").unwrap_or(authority);
+    if hosts.split(',').all(is_this_machine) {
+        return None;
+    }
+    const CLEAR: &str = "in the clear";
+    const UNVERIFIED: &str = "without a look at its certificate";
+    match scheme {
+        "postgres" | "postgresql" => match (given("sslmode").unwrap_or("prefer"), given("sslrootcert")) {
+            ("verify-ca" | "verify-full", _) | ("require", Some(_)) => None,
+            ("require", None) => Some(UNVERIFIED),
+            ("disable", _) => Some(CLEAR),
+            _ => Some("in the clear where it has no TLS, and otherwise without a look at its certificate"),
+        },
+        "mysql" | "mariadb" if given("require_ssl") != Some("true") => Some(CLEAR),
+        "mysql" | "mariadb" => {
+            [given("verify_ca"), given("verify_identity")].contains(&Some("false")).then_some(UNVERIFIED)
+        }
+        _ => None,
+    }
+}
+
+/// A socket, or a name of this machine; with a port or without.
+fn is_this_machine(host: &str) -> bool {
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None if host.matches(':').count() == 1 => host.split(':').next().unwrap_or_default(),
+        None => host,
+    };
+    let is_loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+    is_loopback || name.is_empty() || name == "localhost" || name.starts_with('/') || name.starts_with("%2F")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_could_listen_on_the_way_to_the_database() {
+        let prefers = "in the clear where it has no TLS, and otherwise without a look at its certificate";
+        for (url, told) in [
+            ("sqlite://a.db", None),
+            ("postgres://u:p@localhost/a", None),
+            ("postgres://u:p@127.0.0.1:5432/a?sslmode=disable", None),
+            ("postgres://u:p@[::1]:5432/a", None),
+            ("postgres:///a?host=/var/run/postgresql", None),
+            ("postgres://u:p@%2Fvar%2Frun/a", None),
+            ("postgres://u:p@db/a", Some(prefers)),
+            ("postgres://u:p@localhost,db/a", Some(prefers)),
+            ("postgres://u@db/a?sslmode=prefer&sslrootcert=ca.pem", Some(prefers)),
+            ("postgres://u:p@db/a?sslmode=disable", Some("in the clear")),
+            ("postgres://u:p@db/a?sslmode=require", Some("without a look at its certificate")),
+            ("postgres://u:p@db/a?sslmode=require&sslrootcert=ca.pem", None),
+            ("postgres://u:p@db/a?sslmode=verify-full", None),
+            ("mysql://u:p@127.0.0.1/a", None),
+            ("mysql://u:p@db:3306/a", Some("in the clear")),
+            ("mariadb://u:p@db/a?require_ssl=true", None),
+            ("mysql://u:p@db/a?require_ssl=true&verify_ca=false", Some("without a look at its certificate")),
+        ] {
+            assert_eq!(exposure(url), told, "{url}");
+        }
+    }
+}

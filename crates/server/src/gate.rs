@@ -20,8 +20,10 @@ use crate::writes;
 pub const CAPABILITIES: [&str; 5] = ["store", "outbox", "audit", "openmemory", "reconcile"];
 /// A part that needs nothing of its own is named only when something is wrong with it.
 const WEBHOOKS: &str = "webhooks";
-/// Everybody may ask for `/health`: looks within this time share one answer.
-const FRESH: Duration = Duration::from_secs(1);
+/// Everybody may ask for `/health`, as often as they like: what is read is read once in this time,
+const READ: Duration = Duration::from_secs(1);
+/// and what writes or calls somebody else is tried once in this.
+const TRIED: Duration = Duration::from_secs(5);
 
 /// `[gate]` and the environment.
 #[derive(Clone, Debug, Default)]
@@ -44,8 +46,28 @@ impl GateRules {
     }
 }
 
-/// What the checks last saw.
+/// What some checks last saw.
 type Seen = Option<(Tick, BTreeMap<String, Checked>)>;
+
+#[derive(Default)]
+struct LastSeen {
+    read: Seen,
+    tried: Seen,
+}
+
+fn note(checked: &mut BTreeMap<String, Checked>, name: &str, seen: Result<(), Error>) {
+    let seen = seen.map_err(|error| {
+        tracing::warn!(%error, capability = name, "a capability failed its check");
+        // What a database says may hold data; the log has it.
+        format!("{:?}", error.kind).to_lowercase()
+    });
+    checked.insert(name.to_owned(), seen);
+}
+
+fn noted(seen: &mut Seen, checked: BTreeMap<String, Checked>) -> BTreeMap<String, Checked> {
+    *seen = Some((Tick::now(), checked.clone()));
+    checked
+}
 
 /// Checks capabilities, and remembers for a moment what it saw.
 #[derive(Clone)]
@@ -53,7 +75,7 @@ pub struct Gate {
     outbox: Outbox,
     memories: Option<Memories>,
     webhooks: Option<Webhooks>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<LastSeen>>,
 }
 
 impl Gate {
@@ -68,32 +90,29 @@ impl Gate {
 
     pub async fn look(&self, rules: &GateRules) -> Verdict {
         let mut seen = self.seen.lock().await;
-        let fresh = seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < FRESH).map(|(_, checked)| checked.clone());
-        let checked = match fresh {
-            Some(checked) => checked,
-            None => {
-                let checked = self.check().await;
-                *seen = Some((Tick::now(), checked.clone()));
-                checked
-            }
+        let fresh = |seen: &Seen, patience: Duration| {
+            seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < patience).map(|(_, checked)| checked.clone())
         };
+        let mut checked = match fresh(&seen.read, READ) {
+            Some(checked) => checked,
+            None => noted(&mut seen.read, self.read().await),
+        };
+        checked.extend(match fresh(&seen.tried, TRIED) {
+            Some(checked) => checked,
+            None => noted(&mut seen.tried, self.try_out().await),
+        });
+        // Known without asking anybody.
+        if let Some(trouble) = writes::trouble() {
+            note(&mut checked, "store", Err(trouble.into()));
+        }
         verdict(rules, self.memories.is_some(), &checked)
     }
 
-    async fn check(&self) -> BTreeMap<String, Checked> {
+    /// What reading tells, at the heads of the lanes: it costs the same whatever the backlog.
+    async fn read(&self) -> BTreeMap<String, Checked> {
         let mut checked = BTreeMap::new();
-        let mut note = |name: &str, seen: Result<(), Error>| {
-            let seen = seen.map_err(|error| {
-                tracing::warn!(%error, capability = name, "a capability failed its check");
-                // What a database says may hold data; the log has it.
-                format!("{:?}", error.kind).to_lowercase()
-            });
-            checked.insert(name.to_owned(), seen);
-        };
-        let taken = || writes::trouble().map_or(Ok(()), |trouble| Err(trouble.into()));
-        note("store", self.outbox.store_id().await.and_then(|_| taken()));
-        note("outbox", self.outbox.ages().await.map(drop));
-        note("audit", self.audit().await);
+        note(&mut checked, "store", self.outbox.store_id().await.map(drop));
+        note(&mut checked, "outbox", self.outbox.ages().await.map(drop));
         if let Some(webhooks) = &self.webhooks
             && let Err(error) = webhooks.check_key().await
         {
@@ -102,15 +121,15 @@ impl Gate {
                 if error.kind == Kind::KeyMissing { error.message } else { format!("{:?}", error.kind).to_lowercase() };
             checked.insert(WEBHOOKS.to_owned(), Err(told));
         }
-        let mut note = |name: &str, seen: Result<(), Error>| {
-            let seen = seen.map_err(|error| {
-                tracing::warn!(%error, capability = name, "a capability failed its check");
-                format!("{:?}", error.kind).to_lowercase()
-            });
-            checked.insert(name.to_owned(), seen);
-        };
+        checked
+    }
+
+    /// What must be tried: a write, and a call to somebody else.
+    async fn try_out(&self) -> BTreeMap<String, Checked> {
+        let mut checked = BTreeMap::new();
+        note(&mut checked, "audit", self.audit().await);
         if let Some(memories) = &self.memories {
-            note("reconcile", memories.reconcile(Scope::Recent, false).await.map(drop));
+            note(&mut checked, "reconcile", memories.reconcile(Scope::Glance, false).await.map(drop));
             let openmemory = memories.check().await;
             let failed = || openmemory.detail.clone().unwrap_or_else(|| "failed".to_owned());
             let seen = if openmemory.status == "ok" { Ok(()) } else { Err(failed()) };

@@ -14,6 +14,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 use utoipa::ToSchema;
 
+use crate::http::Caller;
 use crate::roll;
 
 /// Between samples, while somebody looks and while nobody does.
@@ -53,6 +54,9 @@ pub struct Sample {
     /// When the live messages were last counted: a deep backlog is counted seldom.
     pub counted_at_ms: i64,
     pub workers: usize,
+    /// The lanes of each of them.
+    #[serde(skip)]
+    pub working: Vec<Vec<String>>,
     /// `ok` or `failed`; null without the memory gateway.
     pub openmemory: Option<String>,
     /// The database did not answer; the rest is what was known before.
@@ -60,11 +64,14 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// What a token for one lane may see.
-    pub fn of(&self, lane: Option<&str>) -> Sample {
+    /// What somebody may see of it.
+    pub fn seen_by(&self, caller: &Caller) -> Sample {
         let mut own = self.clone();
-        own.lanes.retain(|name, _| lane.is_none_or(|lane| lane == name));
-        if lane.is_some_and(|lane| lane != postrider_memories::LANE) {
+        own.lanes.retain(|name, _| caller.sees(name));
+        if !caller.lanes().is_empty() {
+            own.workers = self.working.iter().filter(|lanes| lanes.iter().any(|lane| caller.sees(lane))).count();
+        }
+        if !caller.sees(postrider_memories::LANE) {
             own.openmemory = None;
         }
         own
@@ -149,9 +156,10 @@ impl Live {
             webhooks.dead_per_second = rates.dead_per_second;
         }
         let counted = counting.refresh(&self.outbox, pulse.now).await;
-        let workers = roll::roll(&self.outbox).await?.iter().filter(|worker| worker.alive).count();
+        let alive = roll::roll(&self.outbox).await?.into_iter().filter(|worker| worker.alive);
+        let working = alive.map(|worker| worker.lanes.into_keys().collect()).collect();
         let openmemory = self.memories.as_ref().map(|memories| memories.capability().status.to_owned());
-        Ok((joined(&pulse, counting, workers, openmemory), counted))
+        Ok((joined(&pulse, counting, working, openmemory), counted))
     }
 
     fn put(&self, sample: Sample) {
@@ -231,7 +239,7 @@ impl Counting {
     }
 }
 
-fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option<String>) -> Sample {
+fn joined(pulse: &Pulse, counting: &Counting, working: Vec<Vec<String>>, openmemory: Option<String>) -> Sample {
     let mut lanes: BTreeMap<String, LaneSample> = BTreeMap::new();
     for (lane, depth) in counting.counted.depths() {
         let sample = lanes.entry(lane.clone()).or_default();
@@ -250,7 +258,8 @@ fn joined(pulse: &Pulse, counting: &Counting, workers: usize, openmemory: Option
         sample.paused = of_lane.paused;
     }
     let counted_at_ms = counting.at.micros() / 1000;
-    Sample { at_ms: pulse.now.micros() / 1000, lanes, counted_at_ms, workers, openmemory, stale: false }
+    let (at_ms, workers) = (pulse.now.micros() / 1000, working.len());
+    Sample { at_ms, lanes, counted_at_ms, workers, working, openmemory, stale: false }
 }
 
 /// Somebody looks, for as long as this lives.
@@ -291,7 +300,7 @@ mod tests {
         for (head_is_held, age) in [(true, 42.0), (false, 0.0)] {
             let lane = LanePulse { head_is_held, held_to_seconds: 42.0, ..LanePulse::default() };
             let pulse = Pulse { lanes: [("a".to_owned(), lane)].into(), ..Pulse::default() };
-            assert_eq!(joined(&pulse, &Counting::default(), 0, None).lanes["a"].oldest_due_seconds, age);
+            assert_eq!(joined(&pulse, &Counting::default(), vec![], None).lanes["a"].oldest_due_seconds, age);
         }
     }
 

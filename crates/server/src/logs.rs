@@ -11,8 +11,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use clap::ValueEnum;
+use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// Lines that may wait to be read, by number and by bytes.
 const LINES: usize = 10_000;
@@ -47,14 +51,20 @@ pub fn start(format: LogFormat, default_level: &str) {
         .log_internal_errors(false);
     // A second start (in a test) keeps the first.
     let _ = match format {
-        LogFormat::Text => subscriber.try_init(),
-        LogFormat::Json => subscriber.json().try_init(),
+        LogFormat::Text => subscriber.finish().with(filter_fn(is_ours)).try_init(),
+        LogFormat::Json => subscriber.json().finish().with(filter_fn(is_ours)).try_init(),
     };
     // What the standard library tells of a panic it writes by itself, and would wait for its reader.
     std::panic::set_hook(Box::new(|panic| match tracing::enabled!(tracing::Level::ERROR) {
         true => tracing::error!("{panic}"),
         false => say(&format!("{panic}\n")),
     }));
+}
+
+/// What libraries tell in detail repeats statements with their values and requests with their headers; so whatever `RUST_LOG`
+/// says, details are our own.
+fn is_ours(metadata: &Metadata<'_>) -> bool {
+    *metadata.level() <= Level::INFO || metadata.target().starts_with("postrider")
 }
 
 /// A descriptor of our own: the lock of `std::io::stderr` is for those who never wait.

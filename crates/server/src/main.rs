@@ -25,6 +25,7 @@ mod parts;
 mod roll;
 mod schema;
 mod secret;
+mod sessions;
 mod signals;
 mod stand_in;
 mod table;

@@ -34,6 +34,14 @@ fn described(tool: &Tool) -> Described {
     Described::new(tool.name, tool.about, Arc::new(schema)).with_title(tool.title).with_annotations(annotations)
 }
 
+impl Server {
+    fn caller_of(&self, context: &RequestContext<RoleServer>) -> Result<Caller, ErrorData> {
+        let parts = context.extensions.get::<axum::http::request::Parts>();
+        let caller = self.caller.clone().or_else(|| parts.and_then(|parts| parts.extensions.get().cloned()));
+        caller.ok_or_else(|| ErrorData::internal_error("the request came without its caller", None))
+    }
+}
+
 impl ServerHandler for Server {
     fn get_info(&self) -> ServerConfig {
         let mut info = ServerConfig::new(ServerCapabilities::builder().enable_tools().build());
@@ -49,9 +57,12 @@ impl ServerHandler for Server {
     async fn list_tools(
         &self,
         _: Option<PaginatedRequestParams>,
-        _: RequestContext<RoleServer>,
+        context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        Ok(ListToolsResult::with_all_items(TOOLS.iter().map(described).collect()))
+        // A tool that would be refused is not offered.
+        let caller = self.caller_of(&context)?;
+        let offered = TOOLS.iter().filter(|tool| tool.permit(&caller).is_ok());
+        Ok(ListToolsResult::with_all_items(offered.map(described).collect()))
     }
 
     async fn call_tool(
@@ -60,10 +71,7 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let parts = context.extensions.get::<axum::http::request::Parts>();
-        let caller = self.caller.clone().or_else(|| parts.and_then(|parts| parts.extensions.get().cloned()));
-        let Some(caller) = caller else {
-            return Err(ErrorData::internal_error("the request came without its caller", None));
-        };
+        let caller = self.caller_of(&context)?;
         if crate::tools::tool(&request.name).is_none() {
             return Err(ErrorData::invalid_params(format!("there is no tool `{}`", request.name), None));
         }

@@ -230,6 +230,32 @@ impl Meters {
     }
 }
 
+/// What somebody may see of a page who does not see all of it: the numbers of their lanes, and of the parts these belong to.
+/// What is the whole server's is left out.
+pub fn seen(page: &str, sees_lane: impl Fn(&str) -> bool, sees_memories: bool) -> String {
+    let is_seen = |line: &str| match line.split_once("lane=\"").and_then(|(_, rest)| rest.split_once('"')) {
+        Some((lane, _)) => sees_lane(lane),
+        None if line.starts_with("memory_") => sees_memories,
+        None => line.starts_with("idempo_ledger_") && sees_lane(postrider_orders::LANE),
+    };
+    let (mut own, mut about) = (String::new(), String::new());
+    for line in page.lines() {
+        if line == "# EOF" {
+            own.push_str("# EOF\n");
+        } else if line.starts_with('#') {
+            // Of a family that is not seen not even the name is told.
+            if line.starts_with("# HELP") {
+                about.clear();
+            }
+            about.push_str(&format!("{line}\n"));
+        } else if is_seen(line) {
+            own.push_str(&std::mem::take(&mut about));
+            own.push_str(&format!("{line}\n"));
+        }
+    }
+    own
+}
+
 fn lane(lane: &str) -> Lane {
     Lane { lane: lane.to_owned() }
 }
@@ -287,6 +313,27 @@ mod tests {
                 && !["outbox_id", "idempotency_key"].contains(word)
         };
         words.filter(ours).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn of_other_lanes_nothing_is_seen() {
+        let meters = Meters::new();
+        for name in ["a", "aa", "memory", "orders"] {
+            meters.claimed(name, 1, 0);
+        }
+        meters.ledger_write("succeeded");
+        meters.memory_store("allow");
+        let mut page = String::new();
+        encode(&mut page, &meters.registry).unwrap();
+        let of_a = seen(&page, |lane| lane == "a", false);
+        assert!(of_a.contains("outbox_claimed_total{lane=\"a\"} 1\n"), "{of_a}");
+        assert!(of_a.contains("# TYPE outbox_claimed counter\n") && of_a.ends_with("# EOF\n"), "{of_a}");
+        for foreign in ["\"aa\"", "memory", "orders", "ledger", "pool", "wal", "log_lines"] {
+            assert!(!of_a.contains(foreign), "{foreign}: {of_a}");
+        }
+        let of_orders = seen(&page, |lane| lane == "orders", false);
+        assert!(of_orders.contains("idempo_ledger_writes_total") && !of_orders.contains("memory"), "{of_orders}");
+        assert!(seen(&page, |_| true, true).contains("memory_stores_total"));
     }
 
     #[test]

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use postrider::Outbox;
 use postrider::alerts::Alerts;
+use postrider::couriers::exchange::Resolve;
 use postrider_memories::Memories;
 use postrider_orders::Orders;
 use postrider_orders::adapters::{Adapter, HttpBroker, PaperBroker};
 use postrider_webhooks::Webhooks;
+use postrider_webhooks::guard::Guarded;
 use postrider_webhooks::keyring::Keyring;
 
 use crate::config::{ALERTS, Broker, Config};
@@ -49,8 +51,9 @@ pub async fn orders(config: &Config, outbox: &Outbox) -> Result<Orders> {
     let orders = &config.orders;
     let adapter: Arc<dyn Adapter> = match &orders.broker {
         Broker::Paper { settings, .. } => Arc::new(PaperBroker::new(outbox.clone(), *settings)),
-        Broker::Http { settings, credentials } => {
-            Arc::new(HttpBroker::new(settings.clone())?.with_credentials(credentials.clone()))
+        Broker::Http { settings, credentials, guard } => {
+            let broker = HttpBroker::new(settings.clone())?.with_credentials(credentials.clone());
+            Arc::new(if *guard { broker.resolving_by(guarded(config)?)? } else { broker })
         }
     };
     let alerts = alerts(config, outbox);
@@ -64,7 +67,15 @@ pub fn memories(config: &Config, outbox: &Outbox) -> Result<Memories> {
             "there is no memory gateway: say where OpenMemory is, with [memory] url in postrider.toml",
         ));
     };
-    Ok(Memories::new(outbox.clone(), memory.settings.clone(), &memory.settling, alerts(config, outbox))?)
+    let mut settings = memory.settings.clone();
+    settings.upstream.resolver = memory.guard.then(|| guarded(config)).transpose()?;
+    Ok(Memories::new(outbox.clone(), settings, &memory.settling, alerts(config, outbox))?)
+}
+
+/// The address guard of webhooks, for URLs of the configuration whose section asks for it.
+pub fn guarded(config: &Config) -> Result<Arc<dyn Resolve>> {
+    let (policy, dns) = (config.webhooks.policy.clone(), &config.webhooks.dns);
+    Ok(Arc::new(Guarded::new(policy, dns).map_err(Failure::usage)?))
 }
 
 /// The key for secrets at rest. A file that is not there is made by the first process on the database that needs one.

@@ -8,4 +8,5 @@ pub fn migrations() -> Vec<Migration> {
     MIGRATIONS.into_iter().chain(parts).chain(postrider_memories::MIGRATIONS).collect()
 }
 
-const MIGRATIONS: [Migration; 2] = postrider::migrations![101 "V101__tokens", 102 "V102__workers"];
+const MIGRATIONS: [Migration; 4] =
+    postrider::migrations![101 "V101__tokens", 102 "V102__workers", 103 "V103__sessions", 104 "V104__token_reach"];

@@ -131,13 +131,14 @@ fn all(texts: &[String]) -> Result<Vec<String>, String> {
 }
 
 fn run(command: &str) -> Result<String, String> {
-    let output = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let output = output.map_err(|e| format!("cannot run `{command}`: {e}"))?;
+    // Neither the command nor what it says is repeated: a secret may stand in both.
+    let output = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stderr(Stdio::null()).output();
+    let output = output.map_err(|e| format!("the command of exec: cannot be run: {e}"))?;
     if !output.status.success() {
-        return Err(format!("`{command}` failed with {}", output.status));
+        return Err(format!("the command of exec: failed with {}; run it by hand to see why", output.status));
     }
     let value =
-        String::from_utf8(output.stdout).map_err(|_| format!("`{command}` printed something that is no text"))?;
+        String::from_utf8(output.stdout).map_err(|_| "the command of exec: printed something that is no text")?;
     Ok(value.trim_end().to_owned())
 }
 
@@ -171,6 +172,7 @@ mod tests {
         assert_eq!(resolve("plain"), Ok("plain".into()));
         assert!(resolve("env:POSTRIDER_NO_SUCH_VARIABLE").unwrap_err().contains("POSTRIDER_NO_SUCH_VARIABLE"));
         assert!(resolve("file:/no/such/file").unwrap_err().contains("/no/such/file"));
-        assert!(resolve("exec:exit 3").is_err());
+        let failed = resolve("exec:echo canary >&2; exit 3 # canary").unwrap_err();
+        assert!(failed.contains("exit status: 3") && !failed.contains("canary"), "{failed}");
     }
 }

@@ -1,4 +1,5 @@
-//! Access tokens: 256 random bits, of which the database keeps a digest; scopes, an optional lane, an optional end.
+//! Access tokens: 256 random bits, of which the database keeps a digest; scopes, the lanes and spaces it
+//! is for, an optional end.
 //!
 //! A token reads `pr_<id>_<secret>`. The id finds the row, the secret's digest is compared in constant time, and every
 //! refusal does the same work.
@@ -28,6 +29,8 @@ pub enum Scope {
     Enqueue,
     /// Look at everything but payloads and secrets.
     Read,
+    /// Look at what was sent and what was answered, too.
+    Payload,
     /// Requeue, release, pause, resume.
     Operate,
     /// All of it.
@@ -35,12 +38,13 @@ pub enum Scope {
 }
 
 impl Scope {
-    pub const ALL: [Scope; 4] = [Scope::Enqueue, Scope::Read, Scope::Operate, Scope::Admin];
+    pub const ALL: [Scope; 5] = [Scope::Enqueue, Scope::Read, Scope::Payload, Scope::Operate, Scope::Admin];
 
     pub fn as_str(self) -> &'static str {
         match self {
             Scope::Enqueue => "enqueue",
             Scope::Read => "read",
+            Scope::Payload => "payload",
             Scope::Operate => "operate",
             Scope::Admin => "admin",
         }
@@ -60,7 +64,7 @@ impl FromStr for Scope {
         Scope::ALL
             .into_iter()
             .find(|scope| scope.as_str() == text)
-            .ok_or_else(|| format!("`{text}` is no scope; there are enqueue, read, operate and admin"))
+            .ok_or_else(|| format!("`{text}` is no scope; there are enqueue, read, payload, operate and admin"))
     }
 }
 
@@ -70,7 +74,12 @@ pub struct Token {
     pub id: i64,
     pub name: String,
     pub scopes: Vec<Scope>,
+    /// The first of `lanes`.
     pub lane: Option<String>,
+    /// Empty: all.
+    pub lanes: Vec<String>,
+    /// Spaces of memories, or kinds of them (`team:*`). Empty: all.
+    pub spaces: Vec<String>,
     pub created_at: Timestamp,
     pub expires_at: Option<Timestamp>,
     pub revoked_at: Option<Timestamp>,
@@ -87,7 +96,8 @@ impl Token {
 pub struct Wish {
     pub name: String,
     pub scopes: Vec<Scope>,
-    pub lane: Option<String>,
+    pub lanes: Vec<String>,
+    pub spaces: Vec<String>,
     pub expires: Option<Duration>,
 }
 
@@ -109,7 +119,7 @@ pub struct Tokens {
     seen: Arc<Mutex<Seen>>,
 }
 
-const COLUMNS: &str = "id, name, scopes, lane, created_at, expires_at, revoked_at, token_sha";
+const COLUMNS: &str = "id, name, scopes, lane, created_at, expires_at, revoked_at, token_sha, lanes, spaces";
 
 impl Tokens {
     pub fn new(outbox: Outbox) -> Self {
@@ -128,15 +138,23 @@ impl Tokens {
             Box::pin(async move {
                 let (wish, sha) = &*work;
                 let scopes = wish.scopes.iter().map(|s| s.as_str()).collect::<Vec<_>>().join(",");
-                let mut params: Vec<Value> =
-                    vec![wish.name.as_str().into(), sha.as_slice().into(), scopes.into(), wish.lane.clone().into()];
+                let list = |names: &[String]| (!names.is_empty()).then(|| names.join(" "));
+                let mut params: Vec<Value> = vec![
+                    wish.name.as_str().into(),
+                    sha.as_slice().into(),
+                    scopes.into(),
+                    wish.lanes.first().cloned().into(),
+                    list(&wish.lanes).into(),
+                    list(&wish.spaces).into(),
+                ];
                 let created = tx.now().plus(0, &mut params);
                 let expires = match wish.expires {
                     Some(after) => tx.now().plus(after.as_micros() as i64, &mut params),
                     None => "NULL".to_owned(),
                 };
                 let sql = format!(
-                    "INSERT INTO api_tokens (name, token_sha, scopes, lane, created_at, expires_at) VALUES (?, ?, ?, ?, {created}, {expires})"
+                    "INSERT INTO api_tokens (name, token_sha, scopes, lane, lanes, spaces, created_at, expires_at)
+                     VALUES (?, ?, ?, ?, ?, ?, {created}, {expires})"
                 );
                 tx.execute(&sql, &params).await?;
                 let sql = format!("SELECT {COLUMNS} FROM api_tokens WHERE token_sha = ?");
@@ -165,7 +183,7 @@ impl Tokens {
         Ok(tokens.iter().any(|token| token.revoked_at.is_none()))
     }
 
-    /// `false`: there is no such token, or it was revoked before.
+    /// Its sessions end with it. `false`: there is no such token, or it was revoked before.
     pub async fn revoke(&self, id: i64) -> postrider::Result<bool> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
         transact(&**self.outbox.store(), Mode::Write, move |tx| {
@@ -174,7 +192,9 @@ impl Tokens {
                 let now = tx.now().plus(0, &mut params);
                 params.push(id.into());
                 let sql = format!("UPDATE api_tokens SET revoked_at = {now} WHERE id = ? AND revoked_at IS NULL");
-                Ok(tx.execute(&sql, &params).await? > 0)
+                let revoked = tx.execute(&sql, &params).await? > 0;
+                crate::sessions::end_all(tx, id).await?;
+                Ok(revoked)
             })
         })
         .await
@@ -191,6 +211,8 @@ impl Tokens {
                 name: String::new(),
                 scopes: vec![],
                 lane: None,
+                lanes: vec![],
+                spaces: vec![],
                 created_at: Timestamp::default(),
                 expires_at: None,
                 revoked_at: None,
@@ -201,6 +223,11 @@ impl Tokens {
         let kept = kept.unwrap_or(stand_in);
         let same = bool::from(kept.sha.as_slice().ct_eq(sha.as_slice()));
         Ok((same & kept.valid).then_some(kept.token))
+    }
+
+    /// The token of that id, if it is good: for whoever stands for it.
+    pub async fn still_good(&self, id: i64) -> postrider::Result<Option<Token>> {
+        Ok(self.look_up(id).await?.filter(|kept| kept.valid).map(|kept| kept.token))
     }
 
     async fn look_up(&self, id: i64) -> postrider::Result<Option<Kept>> {
@@ -224,7 +251,7 @@ impl Tokens {
                 let rows = tx.query(&sql, &params).await?;
                 let Some(row) = rows.first() else { return Ok(None) };
                 let sha: [u8; 32] = row.bytes(7)?.as_ref().try_into().unwrap_or([0; 32]);
-                Ok(Some(Kept { token: token_of(row)?, sha, valid: row.bool(8)? }))
+                Ok(Some(Kept { token: token_of(row)?, sha, valid: row.bool(10)? }))
             })
         })
         .await?;
@@ -244,11 +271,16 @@ fn parse(shown: &str) -> (i64, &str) {
 }
 
 fn token_of(row: &Row) -> postrider::Result<Token> {
+    let list = |text: Option<String>| text.map_or(vec![], |text| text.split(' ').map(str::to_owned).collect());
+    let lane = row.opt_text(3)?;
     Ok(Token {
         id: row.int(0)?,
         name: row.text(1)?,
         scopes: row.text(2)?.split(',').filter_map(|scope| scope.parse().ok()).collect(),
-        lane: row.opt_text(3)?,
+        // A token from before there could be several.
+        lanes: list(row.opt_text(8)?.or_else(|| lane.clone())),
+        spaces: list(row.opt_text(9)?),
+        lane,
         created_at: row.time(4)?,
         expires_at: row.opt_time(5)?,
         revoked_at: row.opt_time(6)?,

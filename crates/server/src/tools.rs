@@ -3,7 +3,8 @@
 
 use axum::http::StatusCode;
 use postrider::Outbox;
-use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Scope as Reach, Stored};
+use postrider::store::Shown;
+use postrider_memories::{Action, LANE, MOST_SPACES, Memories, NewMemory, Question, Scope as Reach, Stored};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -11,6 +12,9 @@ use crate::gate::GateRules;
 use crate::http::{Caller, Refusal};
 use crate::metrics;
 use crate::tokens::Scope;
+
+/// Messages of one kind counted in a lane; where there are more, the answer says so.
+const MOST_COUNTED: u64 = 50_000;
 
 /// What a caller is answered.
 pub struct Answered {
@@ -42,6 +46,8 @@ pub struct Tool {
     pub about: &'static str,
     pub input: fn() -> Value,
     pub scope: Scope,
+    /// The lane whose tool it is; one without looks at what its caller sees.
+    pub lane: Option<&'static str>,
     pub read_only: bool,
     /// Calling it twice is calling it once.
     pub idempotent: bool,
@@ -69,6 +75,7 @@ pub const TOOLS: [Tool; 6] = [
             })
         },
         scope: Scope::Enqueue,
+        lane: Some(LANE),
         read_only: false,
         idempotent: true,
     },
@@ -89,13 +96,14 @@ pub const TOOLS: [Tool; 6] = [
             })
         },
         scope: Scope::Read,
+        lane: Some(LANE),
         read_only: true,
         idempotent: true,
     },
     Tool {
         name: "outbox_status",
         title: "See what is queued",
-        about: "Count queued, delivered and dead messages per lane. Memories that were deferred are in the lane `memory`.",
+        about: "Count queued, delivered and dead messages per lane, each up to 50,000 (`more`: there are more). Memories that were deferred are in the lane `memory`.",
         input: || {
             json!({
                 "type": "object",
@@ -104,6 +112,7 @@ pub const TOOLS: [Tool; 6] = [
             })
         },
         scope: Scope::Read,
+        lane: None,
         read_only: true,
         idempotent: true,
     },
@@ -122,6 +131,7 @@ pub const TOOLS: [Tool; 6] = [
             })
         },
         scope: Scope::Operate,
+        lane: None,
         read_only: false,
         idempotent: true,
     },
@@ -131,6 +141,7 @@ pub const TOOLS: [Tool; 6] = [
         about: "Numbers on queued, delivered and dead memories, on what the audit recorded, and on whether the memory service can be used now.",
         input: || json!({ "type": "object", "properties": {}, "additionalProperties": false }),
         scope: Scope::Read,
+        lane: Some(LANE),
         read_only: true,
         idempotent: true,
     },
@@ -146,10 +157,19 @@ pub const TOOLS: [Tool; 6] = [
             })
         },
         scope: Scope::Operate,
+        lane: Some(LANE),
         read_only: false,
         idempotent: true,
     },
 ];
+
+impl Tool {
+    /// May this caller call it? It asks for more than that when it is called.
+    pub fn permit(&self, caller: &Caller) -> Result<(), Refusal> {
+        caller.may(self.scope)?;
+        self.lane.map_or(Ok(()), |lane| caller.may_use(lane))
+    }
+}
 
 /// The tool of that name.
 pub fn tool(name: &str) -> Option<&'static Tool> {
@@ -230,26 +250,23 @@ impl Tools {
             let what = format!("there is no tool `{name}`; known: {}", known.join(", "));
             Refusal::new(StatusCode::NOT_FOUND, "UNKNOWN_TOOL", what)
         })?;
-        caller.may(tool.scope)?;
+        tool.permit(caller)?;
         let arguments = Value::Object(arguments);
         match tool.name {
-            "memory_store" => {
-                caller.may_use(LANE)?;
-                self.store(read(arguments)?, correlation_id).await
-            }
-            "memory_query" => {
-                caller.may_use(LANE)?;
-                self.query(read(arguments)?, correlation_id).await
-            }
+            "memory_store" => self.store(caller, read(arguments)?, correlation_id).await,
+            "memory_query" => self.query(caller, read(arguments)?, correlation_id).await,
             "outbox_status" => self.status(caller, read(arguments)?).await,
             "outbox_requeue" => self.requeue(caller, read(arguments)?).await,
             "reliability_report" => {
-                caller.may_use(LANE)?;
                 read::<NoArguments>(arguments)?;
-                Ok(Answered::ok(json!(self.memories()?.report().await?)))
+                Ok(Answered::ok(json!(self.memories()?.report(caller.spaces(), caller.is_unlimited()).await?)))
             }
             "reconcile" => {
-                caller.may_use(LANE)?;
+                if !caller.spaces().are_all() {
+                    return Err(Refusal::forbidden(
+                        "the audit is completed for all spaces; this token is for some only",
+                    ));
+                }
                 let wanted: ReconcileArguments = read(arguments)?;
                 Ok(Answered::ok(json!(self.memories()?.reconcile(Reach::All, !wanted.report).await?)))
             }
@@ -269,7 +286,14 @@ impl Tools {
         })
     }
 
-    async fn store(&self, arguments: StoreArguments, correlation_id: &str) -> Result<Answered, Refusal> {
+    async fn store(
+        &self,
+        caller: &Caller,
+        arguments: StoreArguments,
+        correlation_id: &str,
+    ) -> Result<Answered, Refusal> {
+        let memories = self.memories()?;
+        caller.may_enter(arguments.target_space.as_deref().unwrap_or(memories.default_space()))?;
         // The gate never refuses a store, so there is nothing to skip; a name it does not know is a mistake all the same.
         let skip = arguments.skip.unwrap_or_default();
         GateRules::default()
@@ -284,17 +308,25 @@ impl Tools {
             actor_user_id: arguments.actor_user_id,
             correlation_id: correlation_id.to_owned(),
         };
-        let answer = self.memories()?.store(memory).await;
+        let answer = memories.store(memory).await;
         if let Some(meters) = &self.meters {
             meters.memory_store(answer.action.as_str());
         }
         Ok(stored(answer))
     }
 
-    async fn query(&self, arguments: QueryArguments, correlation_id: &str) -> Result<Answered, Refusal> {
+    async fn query(
+        &self,
+        caller: &Caller,
+        arguments: QueryArguments,
+        correlation_id: &str,
+    ) -> Result<Answered, Refusal> {
+        let named = arguments.spaces.iter().flatten().take(MOST_SPACES).filter(|space| *space != "*");
+        named.clone().try_for_each(|space| caller.may_enter(space))?;
         let question = Question {
             query: arguments.query,
             spaces: arguments.spaces,
+            within: caller.spaces(),
             top_k: arguments.top_k,
             correlation_id: correlation_id.to_owned(),
         };
@@ -302,15 +334,25 @@ impl Tools {
     }
 
     async fn status(&self, caller: &Caller, arguments: StatusArguments) -> Result<Answered, Refusal> {
-        let mut lanes = self.outbox.stats().await?;
+        let mut ages = self.outbox.ages().await?;
         if let Some(lane) = &arguments.lane {
             caller.may_use(lane)?;
-            if !lanes.contains_key(lane) {
+            if !ages.contains_key(lane) {
                 let what = format!("there is no lane `{lane}`");
                 return Err(Refusal::new(StatusCode::NOT_FOUND, "UNKNOWN_LANE", what));
             }
         }
-        lanes.retain(|name, _| arguments.lane.as_ref().is_none_or(|lane| lane == name) && caller.may_use(name).is_ok());
+        ages.retain(|name, _| arguments.lane.as_ref().is_none_or(|lane| lane == name) && caller.sees(name));
+        let mut lanes = Map::new();
+        for (lane, age) in ages {
+            let (mut stats, more) = self.outbox.stats_up_to(&lane, MOST_COUNTED).await?;
+            stats.oldest_due_seconds = age.oldest_due_seconds;
+            let mut stats = json!(stats);
+            if more {
+                stats["more"] = true.into();
+            }
+            lanes.insert(lane, stats);
+        }
         Ok(Answered::ok(json!({ "ok": true, "lanes": lanes })))
     }
 
@@ -320,11 +362,12 @@ impl Tools {
         }
         let mut results = Vec::with_capacity(arguments.ids.len());
         for id in arguments.ids {
-            let Some((shown, _)) = self.outbox.show(id).await? else {
+            // What belongs to others is answered like what is not there.
+            let seen = |shown: &Shown| caller.sees_message(&shown.lane, shown.target.as_deref());
+            let Some((shown, _)) = self.outbox.show(id).await?.filter(|(shown, _)| seen(shown)) else {
                 results.push(json!({ "id": id, "outcome": "not_found" }));
                 continue;
             };
-            caller.may_use(&shown.lane)?;
             let requeued = match &self.memories {
                 Some(memories) if shown.lane == LANE => memories.requeue(&[id]).await?,
                 _ => self.outbox.requeue(vec![id]).await?,

@@ -7,11 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper_rustls::HttpsConnector;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http_body_util::Full;
 use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry::trace::{SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
 use opentelemetry::{Context, KeyValue};
@@ -20,15 +16,20 @@ use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
+use postrider::couriers::exchange::{Answer, Exchange, Resolve, System};
 use postrider::observe::{Observer, Told};
 use postrider::outcome::FlushCode;
 use postrider::{Begin, Courier, Message, Outcome};
 use tokio::runtime::Handle;
 
+use crate::config::Config;
 use crate::failure::{Failure, Result};
+use crate::parts;
 
 /// The collector must answer within this time.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Most bytes of its answer.
+const MOST_BODY: usize = 1 << 20;
 /// The last spans must be out within this time: a collector that hangs does not hold up a stop.
 const LAST_SPANS: Duration = Duration::from_secs(1);
 
@@ -40,8 +41,15 @@ pub struct Traces {
 }
 
 impl Traces {
+    /// As `[telemetry]` has it.
+    pub fn configured(config: &Config) -> Result<Option<Arc<Self>>> {
+        let Some(endpoint) = &config.otlp_endpoint else { return Ok(None) };
+        let resolver = if config.otlp_guard { parts::guarded(config)? } else { Arc::new(System) };
+        Traces::start(endpoint, resolver).map(Some)
+    }
+
     /// Sends to an OTLP collector, like `http://127.0.0.1:4318`.
-    pub fn start(endpoint: &str) -> Result<Arc<Self>> {
+    pub fn start(endpoint: &str, resolver: Arc<dyn Resolve>) -> Result<Arc<Self>> {
         let wrong = |e: &dyn std::fmt::Display| {
             Failure::usage(format!(
                 "[telemetry] otlp_endpoint cannot be used: {e}; write a collector's address, like \"http://127.0.0.1:4318\""
@@ -54,7 +62,8 @@ impl Traces {
         if matches!(url.path(), "" | "/") {
             url.set_path("/v1/traces");
         }
-        let exporter = SpanExporter::builder().with_http().with_http_client(Collector::new()).with_timeout(PATIENCE);
+        let exporter =
+            SpanExporter::builder().with_http().with_http_client(Collector::new(resolver)?).with_timeout(PATIENCE);
         let exporter = exporter.with_endpoint(url.to_string()).build().map_err(|e| wrong(&e))?;
         let resource = Resource::builder().with_service_name("postrider").build();
         let provider = SdkTracerProvider::builder().with_resource(resource).with_batch_exporter(exporter).build();
@@ -179,17 +188,14 @@ impl Courier for Traced {
 
 /// The way to the collector. The exporter runs on a thread of its own without a runtime; requests are made on ours.
 struct Collector {
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    exchange: Arc<Exchange>,
     runtime: Handle,
 }
 
 impl Collector {
-    fn new() -> Self {
-        let https = hyper_rustls::HttpsConnectorBuilder::new()
-            .with_provider_and_webpki_roots(rustls::crypto::ring::default_provider())
-            .map(|builder| builder.https_or_http().enable_http1().build());
-        let https = https.unwrap_or_else(|_| unreachable!("ring supports the default TLS versions"));
-        Collector { client: Client::builder(TokioExecutor::new()).build(https), runtime: Handle::current() }
+    fn new(resolver: Arc<dyn Resolve>) -> Result<Self> {
+        let exchange = Arc::new(Exchange::new(resolver, PATIENCE)?);
+        Ok(Collector { exchange, runtime: Handle::current() })
     }
 }
 
@@ -202,13 +208,15 @@ impl std::fmt::Debug for Collector {
 #[async_trait]
 impl HttpClient for Collector {
     async fn send_bytes(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>, HttpError> {
-        let client = self.client.clone();
-        let exchange = async move {
-            let answer = client.request(request.map(Full::new)).await?;
-            let (head, body) = answer.into_parts();
-            let body = Limited::new(body, 1 << 20).collect().await?.to_bytes();
-            Ok::<_, HttpError>(http::Response::from_parts(head, body))
-        };
-        self.runtime.spawn(async move { tokio::time::timeout(PATIENCE, exchange).await? }).await?
+        let exchange = self.exchange.clone();
+        let asking = async move { exchange.ask(request.map(Full::new), PATIENCE, MOST_BODY).await };
+        match self.runtime.spawn(asking).await? {
+            Answer::Answered { status, headers, body, .. } => {
+                let mut response = http::Response::new(Bytes::from(body));
+                (*response.status_mut(), *response.headers_mut()) = (status, headers);
+                Ok(response)
+            }
+            Answer::Unanswered { code, cause, .. } => Err(format!("{code}: {cause}").into()),
+        }
     }
 }

@@ -369,8 +369,8 @@ impl Webhooks {
                     failure: failure.map(|code| (code, Reach::Answered)),
                     status: Some(status.as_u16()),
                     retry_after: if asks_to_wait { retry_after(&headers) } else { None },
-                    headers: Some(head(&headers)),
-                    body: (!body.is_empty()).then(|| body.into()),
+                    headers: Some(text(hidden(head(&headers).into_bytes(), &opened.headers))),
+                    body: (!body.is_empty()).then(|| hidden(body, &opened.headers).into()),
                     remote: remote.map(|remote| remote.to_string()),
                     ..report
                 }
@@ -441,10 +441,28 @@ impl Webhooks {
     }
 }
 
+/// Shorter values are words, and no secrets.
+const SHORTEST_SECRET: usize = 6;
+
 /// Why there was no TLS session is the receiver's own affair, and what it needs to mend it. What else went wrong on the way
 /// is told by its code alone: more would describe our network.
 fn detail(code: &str, cause: &str) -> Option<String> {
     (code == "TLS_FAILED").then(|| cause.chars().filter(|c| !c.is_control()).take(MOST_DETAIL).collect())
+}
+
+/// What was answered, without the values of the subscription's own headers: some repeat what they were sent.
+fn hidden(mut answered: Vec<u8>, headers: &[(String, String)]) -> Vec<u8> {
+    let secrets = headers.iter().map(|(_, value)| value.as_bytes()).filter(|secret| secret.len() >= SHORTEST_SECRET);
+    for secret in secrets {
+        while let Some(at) = answered.windows(secret.len()).position(|window| window == secret) {
+            answered.splice(at..at + secret.len(), *b"***");
+        }
+    }
+    answered
+}
+
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
 }
 
 /// The head of a response, as far as it is kept.

@@ -79,12 +79,34 @@ const CLOSED_V4: [Cidr; 15] = [
 const OPEN_V6: Cidr = v6(0x2000, 0, 3);
 const CLOSED_V6: [Cidr; 4] = [v6(0x2001, 0, 23), v6(0x2001, 0xdb8, 32), v6(0x2002, 0, 16), v6(0x3fff, 0, 20)];
 const NAT64: Cidr = v6(0x64, 0xff9b, 96);
-/// Where clouds keep credentials: closed even within ranges that were opened.
-const METADATA: [IpAddr; 3] = [
-    IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
-    IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
-    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
+/// Where clouds keep credentials and speak to their machines: closed even within ranges that were opened.
+const METADATA_V4: [Ipv4Addr; 11] = [
+    Ipv4Addr::new(169, 254, 169, 254), // most of them
+    Ipv4Addr::new(169, 254, 169, 253), // AWS: names
+    Ipv4Addr::new(169, 254, 169, 123), // AWS: time
+    Ipv4Addr::new(169, 254, 170, 2),   // AWS: tasks
+    Ipv4Addr::new(169, 254, 170, 23),  // AWS: pods
+    Ipv4Addr::new(169, 254, 0, 23),    // Tencent
+    Ipv4Addr::new(169, 254, 10, 10),   // Tencent
+    Ipv4Addr::new(169, 254, 42, 42),   // Scaleway
+    Ipv4Addr::new(100, 100, 100, 200), // Alibaba
+    Ipv4Addr::new(168, 63, 129, 16),   // Azure
+    Ipv4Addr::new(192, 0, 0, 192),     // Oracle
 ];
+const METADATA_V6: [Ipv6Addr; 5] = [
+    Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),      // AWS
+    Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x23),       // AWS: pods
+    Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254),       // Google
+    Ipv6Addr::new(0xfd00, 0xc1, 0, 0, 0, 0, 0xa9fe, 0xa9fe), // Oracle
+    Ipv6Addr::new(0xfd00, 0x42, 0, 0, 0, 0, 0, 0x42),        // Scaleway
+];
+
+fn is_metadata(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => METADATA_V4.contains(&v4),
+        IpAddr::V6(v6) => METADATA_V6.contains(&v6),
+    }
+}
 
 /// What may be connected to.
 #[derive(Clone, Debug, Default)]
@@ -96,7 +118,7 @@ pub struct Policy {
 impl Policy {
     pub fn judge(&self, address: IpAddr) -> Result<(), Forbidden> {
         let closed = || Forbidden("the address is not one that webhooks are sent to".to_owned());
-        if METADATA.contains(&address) || embedded(address).is_some_and(|inner| METADATA.contains(&inner)) {
+        if is_metadata(address) || embedded(address).is_some_and(is_metadata) {
             return Err(closed());
         }
         if self.allow_cidrs.iter().any(|range| range.contains(address)) {
@@ -189,6 +211,10 @@ impl Guarded {
 }
 
 impl Resolve for Guarded {
+    fn permit(&self, address: IpAddr) -> Result<(), Forbidden> {
+        self.policy.judge(address)
+    }
+
     fn resolve(&self, name: String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
         let (policy, resolver) = (self.policy.clone(), self.resolver.clone());
         Box::pin(async move {
@@ -341,6 +367,18 @@ mod tests {
             assert!(open.judge(metadata.parse().unwrap()).is_err(), "{metadata}");
         }
         assert!(open.judge("10.0.0.1".parse().unwrap()).is_err());
+        let everything = ["0.0.0.0/0", "::/0"].map(|c| c.parse().unwrap()).to_vec();
+        let everything = Policy { allow_http: true, allow_cidrs: everything };
+        assert!(everything.judge("10.0.0.1".parse().unwrap()).is_ok());
+        let metadata = METADATA_V4.map(IpAddr::V4).into_iter().chain(METADATA_V6.map(IpAddr::V6));
+        for address in metadata {
+            assert!(everything.judge(address).is_err() && policy().judge(address).is_err(), "{address}");
+            if let IpAddr::V4(v4) = address {
+                assert!(everything.judge(v4.to_ipv6_mapped().into()).is_err(), "{address}");
+                let url = format!("http://{v4}/");
+                assert!(everything.check_url(&url).is_err(), "{url}");
+            }
+        }
         for wrong in ["10.0.0.0", "10.0.0.0/33", "x/8", "::/129"] {
             assert!(wrong.parse::<Cidr>().is_err(), "{wrong}");
         }

@@ -37,7 +37,7 @@ use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
 use postrider::alerts::Alerts;
-use postrider::couriers::exchange::Exchange;
+use postrider::couriers::exchange::{Exchange, Resolve};
 use postrider::store::{Mode, transact};
 use postrider::tx::{BoxFuture, Tx};
 use postrider::worker::core::LaneSettings;
@@ -52,7 +52,7 @@ use self::keyring::Keyring;
 pub use self::orchestrator::QUERIES;
 pub use self::publish::{NewEvent, Published, Publishing};
 pub use self::pulse::{Rates, pulse};
-pub use self::reads::{Attempt, EventShown, Saga, SagaFilter};
+pub use self::reads::{Attempt, EventShown, Saga, SagaFilter, Timeline};
 pub use self::replays::{Counted, NewReplay, Replay};
 use self::secrets::Cabinet;
 pub use self::subscriptions::{NewSubscription, Patch, Subscription, SubscriptionStatus};
@@ -138,6 +138,7 @@ struct Inner {
     /// Where the look at gates goes on.
     gates_seen: AtomicI64,
     exchange: Exchange,
+    guarded: Arc<dyn Resolve>,
     store_id: String,
     alerts: Option<Alerts>,
     /// The orchestrator has something to do.
@@ -154,7 +155,8 @@ impl Webhooks {
         alerts: Option<Alerts>,
     ) -> Result<Self> {
         let guarded = Guarded::new(settings.policy.clone(), &settings.dns).map_err(postrider::Error::invalid)?;
-        let exchange = Exchange::new(Arc::new(guarded), settings.timeout.max(Duration::from_secs(30)))?;
+        let guarded: Arc<dyn Resolve> = Arc::new(guarded);
+        let exchange = Exchange::new(guarded.clone(), settings.timeout.max(Duration::from_secs(30)))?;
         let store_id = outbox.store_id().await?;
         let outbox = outbox.owning(OWNER);
         let work = reports.work();
@@ -169,6 +171,7 @@ impl Webhooks {
             cursors: Cursors::default(),
             gates_seen: AtomicI64::new(0),
             exchange,
+            guarded,
             store_id,
             alerts,
             work,
@@ -177,6 +180,11 @@ impl Webhooks {
 
     pub fn settings(&self) -> &Settings {
         &self.0.settings
+    }
+
+    /// The address guard, for others who want it.
+    pub fn guard(&self) -> Arc<dyn Resolve> {
+        self.0.guarded.clone()
     }
 
     pub fn outbox(&self) -> &Outbox {

@@ -60,6 +60,19 @@ pub struct LiveJob {
     pub lease_until: Option<Timestamp>,
 }
 
+/// Sagas, and attempts, of one answer: an attempt may have kept 20 kB of what was answered to it.
+const MOST_SAGAS: usize = 100;
+const MOST_ATTEMPTS: usize = 200;
+
+/// What became of an event.
+#[derive(Clone, Debug)]
+pub struct Timeline {
+    pub event: EventShown,
+    pub sagas: Vec<(Saga, Vec<Attempt>)>,
+    /// There are more sagas, or more attempts, than are told here.
+    pub more: bool,
+}
+
 #[derive(Clone, Debug, Default)]
 pub struct SagaFilter {
     pub status: Option<String>,
@@ -134,18 +147,25 @@ impl Webhooks {
         Ok(Page::of(events, limit as usize, |event| event.id))
     }
 
-    /// One event with its sagas and all their attempts: its whole timeline.
-    pub async fn event(&self, id: i64) -> Result<Option<(EventShown, Vec<(Saga, Vec<Attempt>)>)>> {
+    /// One event with its first sagas and their last attempts, as many as an answer bears; `more`: that is not all of them.
+    pub async fn event(&self, id: i64) -> Result<Option<Timeline>> {
         let rows = self.rows(format!("SELECT {EVENT} FROM events WHERE id = ?"), vec![id.into()]).await?;
         let Some(event) = rows.first().map(event).transpose()? else { return Ok(None) };
-        let sql = format!("SELECT {SAGA} FROM webhook_delivery_sagas WHERE event_id = ? ORDER BY id LIMIT 10000");
-        let mut timeline = Vec::new();
-        for row in self.rows(sql, vec![id.into()]).await? {
-            let saga = saga(&row)?;
-            let attempts = self.attempts(saga.id).await?;
-            timeline.push((saga, attempts));
+        let sql = format!(
+            "SELECT {SAGA} FROM webhook_delivery_sagas WHERE event_id = ? ORDER BY id LIMIT {}",
+            MOST_SAGAS + 1
+        );
+        let rows = self.rows(sql, vec![id.into()]).await?;
+        let mut timeline = Timeline { event, sagas: Vec::new(), more: rows.len() > MOST_SAGAS };
+        let mut left = MOST_ATTEMPTS;
+        for row in rows.iter().take(MOST_SAGAS) {
+            let saga = saga(row)?;
+            let (attempts, more) = self.attempts(saga.id, left).await?;
+            left -= attempts.len();
+            timeline.more |= more;
+            timeline.sagas.push((saga, attempts));
         }
-        Ok(Some((event, timeline)))
+        Ok(Some(timeline))
     }
 
     pub async fn sagas(&self, filter: SagaFilter) -> Result<Page<Saga>> {
@@ -180,7 +200,7 @@ impl Webhooks {
         .await
     }
 
-    /// One saga with its live job, if any, and its attempts.
+    /// One saga with its live job, if any, and its last attempts.
     pub async fn saga(&self, id: i64) -> Result<Option<(Saga, Vec<LiveJob>, Vec<Attempt>)>> {
         let rows =
             self.rows(format!("SELECT {SAGA} FROM webhook_delivery_sagas WHERE id = ?"), vec![id.into()]).await?;
@@ -189,12 +209,16 @@ impl Webhooks {
         let rows = self.rows(sql.to_owned(), vec![format!("saga:{id}").into()]).await?;
         let job = |row: &Row| Ok(LiveJob { id: row.int(0)?, status: row.text(1)?, lease_until: row.opt_time(2)? });
         let jobs = rows.iter().map(job).collect::<Result<_>>()?;
-        Ok(Some((saga, jobs, self.attempts(id).await?)))
+        Ok(Some((saga, jobs, self.attempts(id, MOST_ATTEMPTS).await?.0)))
     }
 
-    async fn attempts(&self, saga_id: i64) -> Result<Vec<Attempt>> {
-        let sql = "SELECT job_id, attempt, started_at, duration_ms, error_class, error_code, response_status, response_headers, response_body, remote_address, error_detail
-                   FROM webhook_attempts WHERE saga_id = ? ORDER BY attempt, id";
+    /// The last attempts of a saga, the oldest of them first; `true`: there are more.
+    async fn attempts(&self, saga_id: i64, most: usize) -> Result<(Vec<Attempt>, bool)> {
+        let sql = format!(
+            "SELECT job_id, attempt, started_at, duration_ms, error_class, error_code, response_status, response_headers, response_body, remote_address, error_detail
+                   FROM webhook_attempts WHERE saga_id = ? ORDER BY attempt DESC, id DESC LIMIT {}",
+            most + 1
+        );
         let attempt = |row: &Row| {
             Ok(Attempt {
                 job_id: row.int(0)?,
@@ -210,6 +234,9 @@ impl Webhooks {
                 error_detail: row.opt_text(10)?,
             })
         };
-        self.rows(sql.to_owned(), vec![saga_id.into()]).await?.iter().map(attempt).collect()
+        let rows = self.rows(sql, vec![saga_id.into()]).await?;
+        let mut attempts = rows.iter().take(most).map(attempt).collect::<Result<Vec<_>>>()?;
+        attempts.reverse();
+        Ok((attempts, rows.len() > most))
     }
 }

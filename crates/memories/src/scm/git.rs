@@ -1,6 +1,7 @@
 //! A Git repository on this machine: a work tree or a bare one. All branches are read, each commit once.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::Path;
 
 use async_trait::async_trait;
@@ -18,6 +19,8 @@ const MOST_MESSAGE: usize = 256 * 1024;
 const MOST_BATCH: usize = 4 << 20;
 /// Files named of one commit.
 const MOST_NAMES: usize = 50;
+/// Most bytes of the file that says where a shallow clone ends.
+const MOST_SHALLOW: u64 = 64 << 20;
 /// Longest author, in bytes.
 const MOST_AUTHOR: usize = 1000;
 
@@ -35,7 +38,7 @@ impl Git {
         if !path.exists() {
             return Err(Trouble::Source(format!("there is nothing at {given}")));
         }
-        let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+        let repository = open(path)?;
         // However it is named, and from whichever of its work trees: it is one repository.
         let path = repository.commondir().canonicalize().map_err(wrong)?;
         let bare = !path.ends_with(".git");
@@ -74,10 +77,34 @@ fn tips(repository: &Repository) -> Result<BTreeMap<String, String>, git2::Error
     Ok(tips)
 }
 
+/// Opening reads where a shallow clone ends, too, and would wait for a pipe: that is looked at first.
+fn open(path: &Path) -> Result<Repository, Trouble> {
+    for place in [".git/shallow", "shallow"] {
+        plain(&path.join(place))?;
+    }
+    Repository::open(path).map_err(|e| trouble(&e))
+}
+
 /// Where a shallow clone ends; what lies beyond may come later.
-fn boundary(repository: &Repository) -> String {
-    let file = std::fs::read(repository.commondir().join("shallow")).unwrap_or_default();
-    if file.is_empty() { String::new() } else { hex(&sha256(&file)) }
+fn boundary(repository: &Repository) -> Result<String, Trouble> {
+    let file = plain(&repository.commondir().join("shallow"))?;
+    Ok(if file.is_empty() { String::new() } else { hex(&sha256(&file)) })
+}
+
+/// A file of a repository that may be anybody's: one that is none, or has no end, is refused. Nothing if it is not there.
+fn plain(path: &Path) -> Result<Vec<u8>, Trouble> {
+    let strange = || Trouble::Source(format!("{} is no plain file of a repository; look at it", path.display()));
+    match std::fs::metadata(path) {
+        Err(_) => return Ok(vec![]),
+        Ok(file) if file.is_file() => {}
+        Ok(_) => return Err(strange()),
+    }
+    let mut bytes = Vec::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(MOST_SHALLOW + 1).read_to_end(&mut bytes));
+    match read {
+        Ok(read) if read as u64 <= MOST_SHALLOW => Ok(bytes),
+        _ => Err(strange()),
+    }
 }
 
 fn record(repository: &Repository, id: Oid) -> Result<Record, git2::Error> {
@@ -120,9 +147,9 @@ fn begin(
     known: Vec<String>,
     boundary_then: &str,
 ) -> Result<(BTreeMap<String, String>, String, Walk, u64), Trouble> {
-    let repository = Repository::open(path).map_err(|e| trouble(&e))?;
+    let repository = open(Path::new(path))?;
     let tips = tips(&repository).map_err(|e| trouble(&e))?;
-    let boundary = boundary(&repository);
+    let boundary = boundary(&repository)?;
     // A clone that was deepened has ancestors nobody has read.
     let known = if boundary == boundary_then { known } else { vec![] };
     let walk = Walk::new(path, &tips, &known)?;

@@ -1,6 +1,9 @@
 //! A Subversion repository, read with the `svn` command: its log as XML, page by page.
 
+use std::cell::Cell;
+use std::io::{BufReader, Read};
 use std::process::Stdio;
+use std::rc::Rc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -8,7 +11,6 @@ use postrider::Timestamp;
 use quick_xml::Reader;
 use quick_xml::events::{BytesStart, Event};
 use serde_json::{Value as Json, json};
-use tokio::process::Command;
 
 use super::rows::paths_json;
 use super::{BATCH, History, Kind, Record, Source, Trouble, moment, storable};
@@ -17,6 +19,11 @@ use super::{BATCH, History, Kind, Record, Source, Trouble, moment, storable};
 const MOST_MESSAGE: usize = 256 * 1024;
 /// Paths named of one revision.
 const MOST_PATHS: usize = 200;
+/// Most bytes of a message or a path, as it is printed.
+const MOST_PIECE: usize = 16 << 20;
+/// Most bytes of a difference, and of what `svn` says of a failure.
+const MOST_PRINTED: u64 = 64 << 20;
+const MOST_SAID: u64 = 64 << 10;
 /// For one call of `svn`.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -45,21 +52,60 @@ impl Svn {
         Ok(Svn { url, named: name.is_some(), name: name.unwrap_or(last) })
     }
 
+    /// All that a command prints, within a bound.
     async fn svn(&self, args: &[&str]) -> Result<Vec<u8>, Trouble> {
-        let mut command = Command::new("svn");
-        // What it says is in English, so that it can be understood here.
-        command.args(["--non-interactive"]).args(args).env("LC_ALL", "C.UTF-8").kill_on_drop(true);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let missing = |e: std::io::Error| {
-            Trouble::Source(format!("cannot run `svn`: {e}; install Subversion (apt-get install subversion)"))
+        let whole = |printed: &mut dyn Read| {
+            let mut bytes = Vec::new();
+            printed.take(MOST_PRINTED + 1).read_to_end(&mut bytes).map_err(|e| Trouble::Network(e.to_string()))?;
+            match bytes.len() as u64 > MOST_PRINTED {
+                true => Err(Trouble::Source(format!("svn printed more than {MOST_PRINTED} bytes"))),
+                false => Ok(bytes),
+            }
         };
-        let output = tokio::time::timeout(PATIENCE, command.output()).await;
-        let output = output.map_err(|_| Trouble::Network(format!("svn did not end within {PATIENCE:?}")))?;
-        let output = output.map_err(missing)?;
-        if output.status.success() {
-            return Ok(output.stdout);
+        self.run(args, whole).await
+    }
+
+    /// Runs a command and reads what it prints while it prints: a log may be larger than this machine's memory.
+    async fn run<T, R>(&self, args: &[&str], read: R) -> Result<T, Trouble>
+    where
+        T: Send + 'static,
+        R: FnOnce(&mut dyn Read) -> Result<T, Trouble> + Send + 'static,
+    {
+        let mut command = std::process::Command::new("svn");
+        // What it says is in English, so that it can be understood here.
+        command.args(["--non-interactive"]).args(args).env("LC_ALL", "C.UTF-8");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = Killed(command.spawn().map_err(|e| {
+            Trouble::Source(format!("cannot run `svn`: {e}; install Subversion (apt-get install subversion)"))
+        })?);
+        let (printed, said) = (child.0.stdout.take(), child.0.stderr.take());
+        let reading = tokio::task::spawn_blocking(move || printed.map(|mut printed| read(&mut printed)));
+        let hearing = tokio::task::spawn_blocking(move || {
+            let mut text = Vec::new();
+            let _ = said.map(|said| said.take(MOST_SAID).read_to_end(&mut text));
+            text
+        });
+        let strange = |what: &dyn std::fmt::Display| Trouble::Source(format!("svn cannot be read: {what}"));
+        // Whoever gives up kills it, and so ends both readers.
+        let ended = tokio::time::timeout(PATIENCE, async {
+            let read = reading.await.map_err(|e| strange(&e))?.ok_or_else(|| strange(&"no output"))?;
+            if read.is_err() {
+                child.end();
+            }
+            let said = hearing.await.map_err(|e| strange(&e))?;
+            Ok::<_, Trouble>((read, said))
+        });
+        let (read, said) =
+            ended.await.map_err(|_| Trouble::Network(format!("svn did not end within {PATIENCE:?}")))??;
+        // It has closed its output: its end is near.
+        let status = tokio::task::spawn_blocking(move || child.0.wait()).await.map_err(|e| strange(&e))?;
+        match (status.map_err(|e| strange(&e))?.success(), read) {
+            (true, read) => read,
+            // What was cut off by its failure is no fault of its own.
+            (false, _) if !said.is_empty() => Err(classify(&String::from_utf8_lossy(&said))),
+            (false, Err(trouble)) => Err(trouble),
+            (false, Ok(_)) => Err(strange(&"it failed without a word")),
         }
-        Err(classify(&String::from_utf8_lossy(&output.stderr)))
     }
 
     /// The address as of a revision; what it says itself after an `@` is part of it.
@@ -110,12 +156,13 @@ impl History for Revisions {
         }
         let (range, most) = (format!("{}:{}", self.next, self.head), self.page.to_string());
         let at = self.svn.at(self.head);
-        let asked = self.svn.svn(&["log", "--xml", "--verbose", "--limit", &most, "--revision", &range, &at]).await;
+        let log = ["log", "--xml", "--verbose", "--limit", &most, "--revision", &range, &at];
+        let asked = self.svn.run(&log, |printed| parse(printed)).await;
         if matches!(&asked, Err(Trouble::Network(_))) {
             // Perhaps it was too much at once.
             self.page = (self.page / 4).max(1);
         }
-        let records = parse(&asked?)?;
+        let records = asked?;
         let last = records.last().and_then(|record| record.rev().parse::<i64>().ok());
         self.next = last.filter(|_| records.len() >= self.page).map_or(self.head + 1, |last| last + 1);
         Ok(records)
@@ -160,6 +207,40 @@ impl Source for Svn {
     }
 }
 
+/// A child that does not outlive whoever runs it.
+struct Killed(std::process::Child);
+
+impl Killed {
+    fn end(&mut self) {
+        let _ = self.0.kill();
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // One that has ended is not there to be killed.
+        self.end();
+        let _ = self.0.wait();
+    }
+}
+
+/// Counts what is read, and ends where one piece of a log is larger than any that is honest.
+struct Metered<R> {
+    inner: R,
+    since: Rc<Cell<usize>>,
+}
+
+impl<R: Read> Read for Metered<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.since.set(self.since.get() + read);
+        if self.since.get() > MOST_PIECE {
+            return Err(std::io::Error::other(format!("one piece of it is larger than {MOST_PIECE} bytes")));
+        }
+        Ok(read)
+    }
+}
+
 /// One `<logentry>` while it is being read.
 #[derive(Default)]
 struct Entry {
@@ -191,14 +272,18 @@ fn attribute(tag: &BytesStart<'_>, name: &str) -> Option<String> {
     Some(found.value.into_owned())
 }
 
-fn parse(xml: &[u8]) -> Result<Vec<Record>, Trouble> {
+/// Reads a log as it comes: of one entry, what is kept of it is all that is held.
+fn parse(xml: impl Read) -> Result<Vec<Record>, Trouble> {
     let strange = |e: &dyn std::fmt::Display| Trouble::Source(format!("the log of Subversion cannot be read: {e}"));
-    let xml = String::from_utf8_lossy(xml);
-    let mut reader = Reader::from_str(&xml);
+    let since = Rc::new(Cell::new(0));
+    let mut reader = Reader::from_reader(BufReader::new(Metered { inner: xml, since: since.clone() }));
+    let mut buffer = Vec::new();
     let mut records = Vec::new();
     let (mut entry, mut text) = (None::<Entry>, String::new());
     loop {
-        match reader.read_event().map_err(|e| strange(&e))? {
+        buffer.clear();
+        since.set(0);
+        match reader.read_event_into(&mut buffer).map_err(|e| strange(&e))? {
             Event::Eof => return Ok(records),
             Event::Start(tag) => {
                 text.clear();
@@ -216,6 +301,8 @@ fn parse(xml: &[u8]) -> Result<Vec<Record>, Trouble> {
                     _ => {}
                 }
             }
+            // What is longer than is kept of it need not be held.
+            Event::Text(_) | Event::CData(_) | Event::GeneralRef(_) if text.len() > MOST_MESSAGE => {}
             Event::Text(piece) => text.push_str(&piece),
             Event::CData(piece) => text.push_str(&piece),
             Event::GeneralRef(name) => {
@@ -292,7 +379,35 @@ mod tests {
         assert_eq!((&paths["count"], at.to_string().as_str()), (&json!(2), "2026-01-02T03:04:05.678901Z"));
         let Record::Revision { author, message, .. } = &records[1] else { panic!() };
         assert_eq!((author.as_str(), message.as_str()), ("(no author)", ""));
-        assert!(parse(b"<log><logentry></logentry></log>").is_err());
+        assert!(parse(&b"<log><logentry></logentry></log>"[..]).is_err());
+    }
+
+    /// Thirty megabytes of one revision, of which next to nothing is held.
+    #[test]
+    fn a_log_is_read_as_it_comes() {
+        let head = &b"<log><logentry revision=\"1\"><author>ann</author><date>2026-01-02T03:04:05Z</date><paths>"[..];
+        let path = b"<path action=\"A\" kind=\"file\">/trunk/a/rather/long/name/of/a/file/among/many.txt</path>";
+        struct Paths(&'static [u8], usize, usize);
+        impl Read for Paths {
+            fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+                if self.1 == 0 {
+                    return Ok(0);
+                }
+                let read = (&self.0[self.2..]).read(buffer)?;
+                self.2 += read;
+                if self.2 == self.0.len() {
+                    (self.1, self.2) = (self.1 - 1, 0);
+                }
+                Ok(read)
+            }
+        }
+        let tail = &b"</paths><msg>all of them</msg></logentry></log>"[..];
+        let records = parse(head.chain(Paths(path, 400_000, 0)).chain(tail)).unwrap();
+        let [Record::Revision { paths, message, .. }] = &records[..] else { panic!("{}", records.len()) };
+        assert_eq!((&paths["count"], message.as_str()), (&json!(400_000), "all of them"));
+        // One message without an end is refused, not held.
+        let endless = b"<log><logentry revision=\"1\"><msg>".chain(std::io::repeat(b'a'));
+        assert!(parse(endless).is_err());
     }
 
     #[test]

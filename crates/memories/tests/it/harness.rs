@@ -56,6 +56,7 @@ fn settings(upstream: &OpenMemory, key: &Arc<Mutex<String>>) -> Settings {
     let key = key.clone();
     Settings {
         upstream: upstream::Settings {
+            resolver: None,
             url: Some(upstream.url.parse().unwrap()),
             key: Arc::new(move || Ok(Some(key.lock().unwrap().clone()))),
             timeout: Duration::from_millis(500),

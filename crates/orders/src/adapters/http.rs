@@ -11,7 +11,7 @@ use http::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
 use postrider::clock::Tick;
-use postrider::couriers::exchange::{Answer as Reply, Exchange, System, retry_after};
+use postrider::couriers::exchange::{Answer as Reply, Exchange, Resolve, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
 use serde_json::{Value, json};
@@ -105,6 +105,12 @@ impl HttpBroker {
         }
         let exchange = Exchange::new(Arc::new(System), settings.timeout)?;
         Ok(HttpBroker { exchange, settings, url, look_up, headers, credentials: None, read_at: Default::default() })
+    }
+
+    /// Connects to addresses that this resolver permits, and to no others.
+    pub fn resolving_by(mut self, resolver: Arc<dyn Resolve>) -> Result<Self> {
+        self.exchange = Exchange::new(resolver, self.settings.timeout)?;
+        Ok(self)
     }
 
     /// Reads its headers from there when the broker refuses those it has, and when it is told to.
@@ -238,6 +244,9 @@ fn uri(text: &str) -> Result<Uri> {
     let url = Url::parse(text).map_err(|e| wrong(&e))?;
     if !matches!(url.scheme(), "http" | "https") {
         return Err(wrong(&"use http or https"));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(wrong(&"it has credentials in it, which are not sent; send an Authorization header instead"));
     }
     url.as_str().parse().map_err(|e| wrong(&e))
 }

@@ -4,7 +4,7 @@
 
 use std::error::Error as StdError;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -12,14 +12,15 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{HeaderMap, Request, StatusCode};
+use http::{HeaderMap, Request, StatusCode, Uri};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::dns::Name;
 use hyper_util::client::legacy::connect::{HttpConnector, HttpInfo, capture_connection};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::net::TcpStream;
 use tokio::time::sleep;
 
 use crate::clock;
@@ -41,6 +42,11 @@ const IDLE: Duration = Duration::from_secs(4);
 /// not asked about.)
 pub trait Resolve: Send + Sync + 'static {
     fn resolve(&self, name: String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
+
+    /// May this address be connected to? Asked of a host that is an address, and of every peer once it is connected.
+    fn permit(&self, _: IpAddr) -> std::result::Result<(), Forbidden> {
+        Ok(())
+    }
 }
 
 /// As the operating system resolves names.
@@ -69,13 +75,13 @@ pub enum Answer {
 
 /// A pool of kept-alive connections.
 pub struct Exchange {
-    client: Client<HttpsConnector<HttpConnector<Resolver>>, Full<Bytes>>,
+    client: Client<HttpsConnector<Checked>, Full<Bytes>>,
 }
 
 impl Exchange {
     /// `longest` bounds what goes on in the background after a request was given up.
     pub fn new(resolver: Arc<dyn Resolve>, longest: Duration) -> Result<Self> {
-        let mut tcp = HttpConnector::new_with_resolver(Resolver(resolver));
+        let mut tcp = HttpConnector::new_with_resolver(Resolver(resolver.clone()));
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         // A connect another request no longer waits for goes on in the background; this ends it.
@@ -88,7 +94,7 @@ impl Exchange {
             .map_err(|e| Error::invalid(format!("TLS cannot be set up: {e}")))?
             .https_or_http()
             .enable_http1()
-            .wrap_connector(tcp);
+            .wrap_connector(Checked { tcp, resolver });
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE)
@@ -155,6 +161,37 @@ impl Exchange {
             () = sleep(grace), if head.status.is_success() => false,
         };
         Answer::Answered { status: head.status, headers: head.headers, body: kept, whole, remote: remote() }
+    }
+}
+
+/// Connects, and looks whom it got: nothing is said to a peer that is not permitted, however it came about.
+#[derive(Clone)]
+struct Checked {
+    tcp: HttpConnector<Resolver>,
+    resolver: Arc<dyn Resolve>,
+}
+
+type BoxError = Box<dyn StdError + Send + Sync>;
+
+impl tower_service::Service<Uri> for Checked {
+    type Response = TokioIo<TcpStream>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = std::result::Result<Self::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<std::result::Result<(), BoxError>> {
+        self.tcp.poll_ready(context).map_err(BoxError::from)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']).parse::<IpAddr>();
+        let resolver = self.resolver.clone();
+        let permitted = host.map_or(Ok(()), |address| resolver.permit(address));
+        let connecting = permitted.map(|()| self.tcp.call(uri));
+        Box::pin(async move {
+            let stream = connecting?.await?;
+            resolver.permit(stream.inner().peer_addr()?.ip())?;
+            Ok(stream)
+        })
     }
 }
 
@@ -252,6 +289,47 @@ async fn read_body(mut body: Incoming, kept: &mut Vec<u8>, most: usize) -> bool 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Resolves every name to this machine, and permits nothing of it.
+    struct Closed(SocketAddr);
+
+    impl Resolve for Closed {
+        fn resolve(&self, _: String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
+            let address = self.0;
+            Box::pin(async move { Ok(vec![address]) })
+        }
+
+        fn permit(&self, address: IpAddr) -> std::result::Result<(), Forbidden> {
+            if address.is_loopback() { Err(Forbidden("closed".to_owned())) } else { Ok(()) }
+        }
+    }
+
+    /// Whatever a name resolved to: a peer that is not permitted hears nothing, and an address is not even connected to.
+    #[tokio::test]
+    async fn the_peer_is_looked_at_before_anything_is_said() {
+        use tokio::io::AsyncReadExt;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let exchange = Exchange::new(Arc::new(Closed(address)), Duration::from_secs(5)).unwrap();
+        let ask = async |host: String| {
+            let mut request = Request::new(Full::new(Bytes::from_static(b"secret")));
+            *request.uri_mut() = format!("http://{host}/").parse().unwrap();
+            match exchange.send(request, Duration::from_secs(5)).await {
+                Answer::Unanswered { code, reach, .. } => (code, reach),
+                answered => panic!("{answered:?}"),
+            }
+        };
+        let refused = ("ADDRESS_FORBIDDEN", Reach::NeverSent);
+        // Only the second one connects.
+        assert_eq!(ask(address.to_string()).await, refused);
+        assert_eq!(ask(format!("rebound.example:{}", address.port())).await, refused);
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut heard = Vec::new();
+        stream.read_to_end(&mut heard).await.unwrap();
+        assert_eq!(heard, b"");
+        let another = tokio::time::timeout(Duration::from_millis(200), listener.accept()).await;
+        assert!(another.is_err(), "an address that is forbidden is not connected to");
+    }
 
     #[test]
     fn retry_after_is_seconds_or_a_date() {

@@ -12,7 +12,7 @@ use http_body_util::Full;
 use rustls::pki_types::ServerName;
 use url::Url;
 
-use super::exchange::{Answer, Exchange, System, retry_after};
+use super::exchange::{Answer, Exchange, Resolve, System, retry_after};
 use crate::courier::Courier;
 use crate::decide::{HttpClass, HttpClasses, honours_retry_after};
 use crate::error::{Error, Result};
@@ -44,6 +44,8 @@ pub struct HttpSettings {
     pub headers: Vec<(String, String)>,
     /// What statuses mean, where it differs from custom.
     pub statuses: HttpClasses,
+    /// Who says which addresses are connected to.
+    pub resolver: Arc<dyn Resolve>,
 }
 
 impl HttpSettings {
@@ -56,6 +58,7 @@ impl HttpSettings {
             store_id: store_id.into(),
             headers: Vec::new(),
             statuses: HttpClasses::default(),
+            resolver: Arc::new(System),
         }
     }
 }
@@ -78,7 +81,7 @@ pub struct Http {
 impl Http {
     /// Fails on what could never be delivered, saying what to write instead. Connects to nothing yet.
     pub fn new(settings: HttpSettings) -> Result<Self> {
-        let HttpSettings { url, timeout, store_id, headers, statuses } = settings;
+        let HttpSettings { url, timeout, store_id, headers, statuses, resolver } = settings;
         if timeout.is_zero() {
             return Err(Error::invalid("the http courier's timeout is zero; 2.5 s is usual"));
         }
@@ -91,7 +94,7 @@ impl Http {
         })?;
         let headers = lane_headers(&headers)?;
         Ok(Http {
-            exchange: Exchange::new(Arc::new(System), timeout)?,
+            exchange: Exchange::new(resolver, timeout)?,
             uri,
             origin: url.origin().ascii_serialization(),
             timeout,

@@ -105,14 +105,36 @@ pub async fn open(url: &str, lanes: Lanes, options: Options) -> Result<Arc<dyn S
     }
 }
 
-/// A URL that may be shown.
+/// A URL that may be shown. What is none is hidden rather too much than too little: a password may hold any character, and
+/// some write it as a parameter.
 pub fn without_password(url: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
-    let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
-    match authority.rsplit_once('@').map(|(user, host)| (user.split_once(':'), host)) {
-        Some((Some((user, _)), host)) => format!("{scheme}://{user}:***@{host}{path}"),
+    let (scheme, rest) = match url.split_once("://") {
+        Some((scheme, rest)) => (format!("{scheme}://"), rest),
+        None => (String::new(), url),
+    };
+    let shown = match rest.rsplit_once('@').map(|(user, host)| (user.split_once(':'), host)) {
+        Some((Some((user, _)), host)) => format!("{scheme}{user}:***@{host}"),
+        Some((None, _)) if scheme.is_empty() => "***".to_owned(),
         _ => url.to_owned(),
+    };
+    let lower = shown.to_ascii_lowercase();
+    match lower.find("password") {
+        Some(at) => format!("{}password***", &shown[..at]),
+        None => shown,
     }
+}
+
+/// What a database says of a statement, without the values it repeats: they are keys and payloads of other people.
+pub(crate) fn without_values(message: &str) -> String {
+    let hidden = |start: &str, end: &str| {
+        let from = message.find(start)? + start.len();
+        let to = message[from..].rfind(end).map_or(message.len(), |to| from + to);
+        Some(format!("{}***{}", &message[..from], &message[to..]))
+    };
+    hidden("Duplicate entry '", "' for key")
+        .or_else(|| hidden("value: '", "' for "))
+        .or_else(|| hidden(": \"", "\""))
+        .unwrap_or_else(|| message.to_owned())
 }
 
 /// What a store adds to the common settle: its fast way for entries that are nothing but a move.
@@ -338,12 +360,35 @@ mod tests {
     use super::*;
 
     #[test]
+    fn values_are_not_repeated() {
+        for (said, told) in [
+            (
+                "Duplicate entry 'orders-it's me' for key 'outbox_keys.PRIMARY'",
+                "Duplicate entry '***' for key 'outbox_keys.PRIMARY'",
+            ),
+            (
+                "Incorrect string value: '\\xE0 secret' for column 'key' at row 1",
+                "Incorrect string value: '***' for column 'key' at row 1",
+            ),
+            ("Truncated incorrect DOUBLE value: 'secret'", "Truncated incorrect DOUBLE value: '***"),
+            ("invalid input syntax for type bigint: \"secret\"", "invalid input syntax for type bigint: \"***\""),
+            ("Table 'app.outbox' doesn't exist", "Table 'app.outbox' doesn't exist"),
+        ] {
+            assert_eq!(without_values(said), told);
+        }
+    }
+
+    #[test]
     fn passwords_are_not_shown() {
         for (url, shown) in [
             ("postgres://app:s3cr@t@db:5432/app?x=1", "postgres://app:***@db:5432/app?x=1"),
             ("mysql://root@db/app", "mysql://root@db/app"),
             ("sqlite://a:b@c.db", "sqlite://a:***@c.db"),
             ("nonsense", "nonsense"),
+            ("postgres://app:s3/cr?et@db/app", "postgres://app:***@db/app"),
+            ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&password***"),
+            ("host=db password=s3cret", "host=db password***"),
+            ("app:s3cret@db", "app:***@db"),
         ] {
             assert_eq!(without_password(url), shown);
         }

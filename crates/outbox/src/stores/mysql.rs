@@ -11,7 +11,7 @@ use mysql_async::prelude::Queryable;
 use mysql_async::{Conn, Opts, OptsBuilder, Params};
 
 use super::pool::{Connect, Loan, Pool};
-use super::{Options, Skew, rerun, settle_by_parts, without_password};
+use super::{Options, Skew, rerun, settle_by_parts, without_password, without_values};
 use crate::active_keys;
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, mysql_kind};
@@ -61,7 +61,7 @@ pub(crate) fn classify(error: &mysql_async::Error) -> Error {
     };
     let kind = mysql_kind(server.code);
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
-    Error::new(kind, format!("MySQL: {} ({}){advice}", server.message, server.code))
+    Error::new(kind, format!("MySQL: {} ({}){advice}", without_values(&server.message), server.code))
 }
 
 fn at_commit(error: &mysql_async::Error) -> Error {

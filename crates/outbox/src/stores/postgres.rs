@@ -18,7 +18,7 @@ use tokio_postgres::{Client, Config, RowStream, Statement};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
-use super::{Options, Skew, postgres_tls, rerun, settle_by_parts, without_password};
+use super::{Options, Skew, postgres_tls, rerun, settle_by_parts, without_password, without_values};
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
@@ -199,7 +199,7 @@ pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
     };
     let kind = postgres_kind(db.code().code());
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
-    Error::new(kind, format!("PostgreSQL: {} ({}){advice}", db.message(), db.code().code()))
+    Error::new(kind, format!("PostgreSQL: {} ({}){advice}", without_values(db.message()), db.code().code()))
 }
 
 pub(super) fn chain(error: &dyn std::error::Error) -> String {

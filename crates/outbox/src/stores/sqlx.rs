@@ -64,7 +64,7 @@ fn classify(product: &str, error: &::sqlx::Error, kind: impl FnOnce(&dyn Databas
         E::PoolTimedOut => Kind::Overloaded,
         _ => Kind::Database,
     };
-    let text = error.as_database_error().map_or_else(|| error.to_string(), |db| db.message().to_owned());
+    let text = error.as_database_error().map_or_else(|| error.to_string(), |db| super::without_values(db.message()));
     let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
     Error::new(kind, format!("{product}: {text}{advice}"))
 }

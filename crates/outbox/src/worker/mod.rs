@@ -214,7 +214,7 @@ async fn sweep(outbox: Outbox) {
         tokio::time::sleep(Duration::from_secs(30).mul_f64(0.5 + clock::chance())).await;
         // Owners prune their own lanes, together with what they keep beside them.
         let lanes: Vec<(String, Duration)> = (outbox.lanes().iter())
-            .filter(|(_, rules)| rules.owned_by.is_none())
+            .filter(|(_, rules)| !rules.has_upkeep())
             .map(|(lane, rules)| (lane.to_owned(), rules.retention))
             .collect();
         if let Err(error) = outbox.prune_audit(AUDIT_RETENTION, 1000).await {

@@ -29,7 +29,7 @@ use super::{Bench, median, percentile, rate, timed};
 use crate::doctor::Doctor;
 use crate::failure::{Failure, Result};
 use crate::gate::GateRules;
-use crate::http::{self, App, Limits};
+use crate::http::{self, Access, App, Limits};
 use crate::loopback;
 use crate::metrics::Meters;
 use crate::parts::Parts;
@@ -149,7 +149,8 @@ impl Api {
         let orders = Orders::new(outbox.clone(), postrider_orders::Settings::default(), book, broker, None).await?;
         let parts = Parts { webhooks, orders, memories: None };
         let doctor = Doctor::of(&outbox, &parts, Duration::from_secs(60));
-        let app = App::new(outbox, parts, false, GateRules::default(), (false, false), Arc::new(Meters::new()), doctor);
+        let app =
+            App::new(outbox, parts, false, GateRules::default(), Access::default(), Arc::new(Meters::new()), doctor);
         let router = http::router(&app);
         let (stop, stopped) = oneshot::channel::<()>();
         let server = tokio::spawn(async move {

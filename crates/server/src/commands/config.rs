@@ -12,7 +12,14 @@ use crate::output::{Output, print_bytes};
 
 pub fn run(config: &Config, args: &ConfigCommand, output: Output) -> Result<Ending> {
     match args {
-        ConfigCommand::Check => output.show(&json!({ "ok": true }), || "the configuration is fine".to_owned())?,
+        ConfigCommand::Check => {
+            let warnings: Vec<String> = config.warnings.iter().cloned().chain(database::exposure_of(config)).collect();
+            let told = || {
+                let warnings = warnings.iter().map(|warning| format!("warning: {warning}\n"));
+                format!("{}the configuration is fine", warnings.collect::<String>())
+            };
+            output.show(&json!({ "ok": true, "warnings": warnings }), told)?;
+        }
         ConfigCommand::Reference => print_bytes(reference::page().as_bytes())?,
         ConfigCommand::Print => {
             let shown = shown(config);

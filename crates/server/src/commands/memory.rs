@@ -36,7 +36,8 @@ pub async fn run(config: &Config, args: cli::Memory, output: Output) -> Result<E
         cli::Memory::Query { query, spaces, top_k } => {
             let spaces = (!spaces.is_empty()).then_some(spaces);
             let correlation_id = new_correlation_id();
-            let question = Question { query, spaces, top_k: Some(top_k as usize), correlation_id };
+            let question =
+                Question { query, spaces, top_k: Some(top_k as usize), correlation_id, ..Question::default() };
             ask(&memories, question, output).await
         }
         cli::Memory::Flush => flush(config, &outbox, output).await,

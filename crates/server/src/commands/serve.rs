@@ -18,7 +18,7 @@ use crate::config::{AuthMode, Config, TlsFiles};
 use crate::database;
 use crate::doctor::Doctor;
 use crate::failure::{Ending, Failure, Result};
-use crate::http::{self, App, Limits};
+use crate::http::{self, Access, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
@@ -32,8 +32,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let signal = stop_signal()?;
     let address = args.listen.unwrap_or(config.listen);
     let tls = config.tls.as_ref().map(acceptor).transpose()?;
-    let limits = Limits::default();
-    raise_file_limit(limits.connections);
+    let limits = within_file_limit(&config.http);
     let outbox = database::open_migrated(config).await?;
     let tokens_required = check_access(config, address, &outbox).await?;
     let listener = TcpListener::bind(address)
@@ -42,18 +41,19 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let address = listener.local_addr().unwrap_or(address);
 
     let meters = Arc::new(Meters::new());
-    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
+    let traces = Traces::configured(config)?;
     let parts = Parts::open(config, &outbox).await?;
     let app = App::new(
         outbox.clone(),
         parts.clone(),
         config.orders.strict,
         config.gate.clone(),
-        (tokens_required, tls.is_some()),
+        Access { tokens_required, tls: tls.is_some(), session_ttl: config.session_ttl },
         meters.clone(),
         Doctor::new(config, &outbox, &parts),
     );
     app.warn_of_gate();
+    database::warn(config);
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
     let workers = if config.enabled && !args.no_workers {
@@ -140,16 +140,54 @@ fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// A shell's usual limit of 1024 open files is less than the connections we bear.
-fn raise_file_limit(connections: usize) {
+/// Of open files, for all that is no connection of a client's: databases, deliveries, logs.
+const OTHER_FILES: usize = 512;
+
+/// A shell's usual limit of 1024 open files is less than the connections we bear: raises it as far as that goes, and bears
+/// no more than fit. A connection that cannot be accepted would be no probe's either.
+fn within_file_limit(limits: &Limits) -> Limits {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let now = getrlimit(Resource::Nofile);
-    let wanted = connections as u64 + 512;
-    if now.current.is_some_and(|current| current < wanted) {
-        let current = now.maximum.map_or(wanted, |most| wanted.min(most));
-        let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: now.maximum });
-        if raised.is_err() || current < wanted {
-            tracing::warn!(files = current, "the limit of open files allows fewer connections than usual");
+    let wanted = limits.slots.most + http::RESERVE + OTHER_FILES;
+    let enough = |files: Option<u64>| files.is_none_or(|files| files >= wanted as u64);
+    let mut files = now.current;
+    if !enough(files) {
+        let raised = if enough(now.maximum) { Some(wanted as u64) } else { now.maximum };
+        if setrlimit(Resource::Nofile, Rlimit { current: raised, maximum: now.maximum }).is_ok() {
+            files = raised;
         }
+    }
+    let Some(files) = files.filter(|files| *files < wanted as u64) else { return limits.clone() };
+    let fitting = fitting(limits, files as usize);
+    tracing::warn!(
+        files,
+        connections = fitting.slots.most,
+        per_peer = fitting.slots.per_peer,
+        "the limit of open files (ulimit -n) allows fewer connections than [http] does"
+    );
+    fitting
+}
+
+/// As many connections as fit; one peer keeps its part of them.
+fn fitting(limits: &Limits, files: usize) -> Limits {
+    let most = files.saturating_sub(http::RESERVE + OTHER_FILES).max(files / 4).clamp(1, limits.slots.most);
+    let mut fitting = limits.clone();
+    if limits.slots.per_peer > 0 {
+        fitting.slots.per_peer = (limits.slots.per_peer * most / limits.slots.most).max(1);
+    }
+    fitting.slots.most = most;
+    fitting
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_few_files_can_be_open_one_peer_still_has_only_its_part() {
+        let few = fitting(&Limits::default(), 4096);
+        assert_eq!((few.slots.most, few.slots.per_peer), (3328, 832));
+        let fewer = fitting(&Limits::default(), 256);
+        assert_eq!((fewer.slots.most, fewer.slots.per_peer), (64, 16));
     }
 }

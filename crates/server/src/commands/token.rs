@@ -1,6 +1,7 @@
 //! `postrider token`: access to the API.
 
 use postrider::Timestamp;
+use serde::Serialize;
 use serde_json::json;
 
 use crate::cli;
@@ -8,8 +9,12 @@ use crate::config::Config;
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
 use crate::output::Output;
+use crate::sessions::{Session, Sessions};
 use crate::table::Table;
 use crate::tokens::{Scope, Token, Tokens, Wish};
+
+/// Lanes, and spaces, that one token names.
+const MOST_NAMED: usize = 100;
 
 pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<Ending> {
     match args {
@@ -20,8 +25,15 @@ pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<En
 }
 
 async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Result<Ending> {
-    if let Some(lane) = &args.lane {
+    for lane in &args.lanes {
         config.lane(lane)?;
+    }
+    for (flag, named) in [("--lane", &args.lanes), ("--space", &args.spaces)] {
+        if named.len() > MOST_NAMED {
+            let what =
+                format!("{flag} was given {} times; a token is for at most {MOST_NAMED}, or for all", named.len());
+            return Err(Failure::usage(what));
+        }
     }
     if args.expires.is_some_and(|after| after.is_zero()) {
         return Err(Failure::usage(
@@ -32,27 +44,52 @@ async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Resu
     scopes.sort_unstable();
     scopes.dedup();
     let tokens = Tokens::new(database::open_ready(config).await?);
-    let wish = Wish { name: args.name, scopes, lane: args.lane, expires: args.expires };
+    let wish = Wish { name: args.name, scopes, lanes: args.lanes, spaces: args.spaces, expires: args.expires };
     let (token, text) = tokens.create(wish).await?;
-    output.show(&json!({ "id": token.id, "token": text, "scopes": token.scopes, "lane": token.lane, "expires_at": token.expires_at }), || {
+    output.show(&json!({ "id": token.id, "token": text, "scopes": token.scopes, "lane": token.lane, "lanes": token.lanes, "spaces": token.spaces, "expires_at": token.expires_at }), || {
         format!("{text}\n\nKeep it: it is not shown again. Send it as `Authorization: Bearer {text}`.")
     })?;
     Ok(Ending::Done)
 }
 
+/// A token and the browsers that are signed in with it.
+#[derive(Serialize)]
+struct Listed<'a> {
+    #[serde(flatten)]
+    token: &'a Token,
+    sessions: Vec<&'a Session>,
+}
+
 async fn list(config: &Config, output: Output) -> Result<Ending> {
-    let tokens = Tokens::new(database::open_existing(config).await?).list().await?;
-    output.show(&json!({ "items": tokens, "next_cursor": null }), || {
+    let outbox = database::open_existing(config).await?;
+    let tokens = Tokens::new(outbox.clone()).list().await?;
+    let sessions = Sessions::list(&outbox).await?;
+    let of = |token: &Token| sessions.iter().filter(|session| session.token_id == token.id).collect::<Vec<_>>();
+    let items: Vec<_> = tokens.iter().map(|token| Listed { token, sessions: of(token) }).collect();
+    output.show(&json!({ "items": items, "next_cursor": null }), || {
         if tokens.is_empty() {
             return "no tokens; make one with `postrider token create --scope enqueue`".to_owned();
         }
-        let mut table = Table::new(["id", "name", "scopes", "lane", "created", "expires", "revoked"]);
+        let columns = ["id", "name", "scopes", "lanes", "spaces", "created", "expires", "revoked", "sessions"];
+        let mut table = Table::new(columns);
         let moment = |at: Option<Timestamp>| at.map_or("-".to_owned(), |at| at.to_string());
-        for Token { id, name, scopes, lane, created_at, expires_at, revoked_at } in &tokens {
+        for Listed { token, sessions } in &items {
+            let Token { id, name, scopes, lanes, spaces, created_at, expires_at, revoked_at, .. } = token;
+            let sessions = sessions.len().to_string();
             let scopes = scopes.iter().map(Scope::to_string).collect::<Vec<_>>().join(",");
-            let lane = lane.clone().unwrap_or_else(|| "-".to_owned());
+            let all_or = |named: &[String]| if named.is_empty() { "all".to_owned() } else { named.join(",") };
             let (expires, revoked) = (moment(*expires_at), moment(*revoked_at));
-            table.row([id.to_string(), name.clone(), scopes, lane, created_at.to_string(), expires, revoked]);
+            table.row([
+                id.to_string(),
+                name.clone(),
+                scopes,
+                all_or(lanes),
+                all_or(spaces),
+                created_at.to_string(),
+                expires,
+                revoked,
+                sessions,
+            ]);
         }
         table.render()
     })?;

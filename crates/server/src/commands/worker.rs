@@ -46,7 +46,8 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
     outbox.register_lanes().await?;
-    let traces = config.otlp_endpoint.as_deref().map(Traces::start).transpose()?;
+    database::warn(config);
+    let traces = Traces::configured(config)?;
     let parts = Parts::open(config, &outbox).await?;
     let webhooks = &parts.webhooks;
     let mut worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;

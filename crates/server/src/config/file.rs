@@ -9,7 +9,7 @@ use toml::Spanned;
 
 use crate::logs::LogFormat;
 
-use super::values::{BackoffRule, BackoffTable, Count, Seconds, Span};
+use super::values::{BackoffRule, BackoffTable, Count, CountOrNone, Seconds, Span};
 
 /// Sections of parts that are still to come: known, and refused by name.
 macro_rules! file {
@@ -23,6 +23,8 @@ macro_rules! file {
             pub outbox: OutboxKeys,
             #[serde(default)]
             pub lane: BTreeMap<String, Spanned<LaneKeys>>,
+            #[serde(default)]
+            pub http: HttpKeys,
             #[serde(default)]
             pub auth: AuthKeys,
             pub tls: Option<Spanned<TlsKeys>>,
@@ -59,6 +61,19 @@ file!(store);
 pub struct AuthKeys {
     #[serde(default)]
     pub mode: AuthMode,
+    pub session_ttl: Option<Spanned<Span>>,
+}
+
+/// `[http]`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "the section [http]")]
+pub struct HttpKeys {
+    pub max_connections: Option<Count<1_000_000>>,
+    pub max_connections_per_peer: Option<CountOrNone<1_000_000>>,
+    pub idle_timeout_sec: Option<Seconds<1000>>,
+    pub write_timeout_sec: Option<Seconds<1000>>,
+    #[serde(default)]
+    pub trusted_proxies: Vec<Spanned<String>>,
 }
 
 /// When a token is needed.
@@ -84,7 +99,9 @@ pub struct TlsKeys {
 #[serde(deny_unknown_fields, expecting = "the section [telemetry]")]
 pub struct TelemetryKeys {
     pub log: Option<LogFormat>,
-    pub otlp_endpoint: Option<String>,
+    pub otlp_endpoint: Option<Spanned<String>>,
+    #[serde(default)]
+    pub guard: bool,
 }
 
 /// `[webhooks]`.
@@ -116,6 +133,7 @@ pub struct OrderKeys {
     pub settling_sec: Option<Spanned<Seconds<0>>>,
     pub url: Option<Spanned<String>>,
     pub look_up_url: Option<Spanned<String>>,
+    pub guard: Option<Spanned<bool>>,
     #[serde(default)]
     pub headers: BTreeMap<String, Spanned<String>>,
     #[serde(default)]
@@ -160,6 +178,7 @@ pub struct MemoryKeys {
     pub breaker: Option<BreakerKeys>,
     pub default_space: Option<Spanned<String>>,
     pub consume_scm: Option<bool>,
+    pub guard: Option<bool>,
     pub doubt_sec: Option<Seconds<1>>,
 }
 
@@ -214,6 +233,8 @@ pub struct AlertKeys {
     pub headers: BTreeMap<String, Spanned<String>>,
     pub every: Option<Span>,
     pub max_age: Option<Span>,
+    #[serde(default)]
+    pub guard: bool,
 }
 
 /// `[outbox]`: for all lanes.
@@ -244,6 +265,7 @@ pub struct LaneKeys {
     #[serde(default)]
     pub statuses: BTreeMap<String, Spanned<String>>,
     pub show_payload: Option<Spanned<bool>>,
+    pub guard: Option<Spanned<bool>>,
     pub concurrency: Option<Count<100_000>>,
     pub batch: Option<Count<10_000>>,
     pub poll_interval_sec: Option<Seconds<1>>,

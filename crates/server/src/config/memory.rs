@@ -27,6 +27,8 @@ pub struct MemoryConfig {
     pub settling: Settling,
     /// Servers and workers make memories of new commits by themselves.
     pub consume_scm: bool,
+    /// OpenMemory's address is guarded as those of webhooks are.
+    pub guard: bool,
 }
 
 pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
@@ -64,7 +66,7 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
     let timeout = Duration::from_millis(keys.timeout_ms.map_or(5000, |ms| ms.0.into()));
     let breaker = keys.breaker.as_ref();
     let settings = Settings {
-        upstream: upstream::Settings { url, key, timeout },
+        upstream: upstream::Settings { url, key, timeout, resolver: None },
         default_space,
         max_bytes: LaneRules::default().max_payload_bytes,
         breaker_failures: breaker.and_then(|b| b.failures).map_or(3, |n| n.0),
@@ -75,7 +77,7 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
     upstream::OpenMemory::new(settings.upstream.clone())
         .map_err(|e| place.wrong(keys.api_key.as_ref().map_or(0..0, |key| key.span()), e))?;
     let consume_scm = keys.consume_scm.unwrap_or(false);
-    Ok(MemoryConfig { settings, settling: Settling::default(), consume_scm })
+    Ok(MemoryConfig { settings, settling: Settling::default(), consume_scm, guard: keys.guard.unwrap_or(false) })
 }
 
 /// `[lane.memory]`: where memories go is said in `[memory]`.
@@ -88,7 +90,7 @@ pub(super) fn lane(
     memory: &mut MemoryConfig,
 ) -> Result<Lane> {
     if says_where(keys) || keys.audit.is_some() {
-        let what = "[lane.memory] takes no courier, url, timeout_ms, headers, statuses, show_payload, dedup, audit or key_ttl; where memories go is set in [memory], and they are always deduplicated and audited";
+        let what = "[lane.memory] takes no courier, url, timeout_ms, headers, statuses, guard, show_payload, dedup, audit or key_ttl; where memories go is set in [memory], and they are always deduplicated and audited";
         return Err(place.wrong(at, what));
     }
     let usual = lane_rules(&memory.settling);

@@ -3,6 +3,7 @@
 mod file;
 mod memory;
 mod orders;
+mod plain;
 pub mod reference;
 mod tuning;
 pub mod values;
@@ -16,6 +17,7 @@ use std::time::Duration;
 use postrider::backoff::Backoff;
 use postrider::decide::HttpClasses;
 use postrider::message::check_lane_name;
+use postrider::stores::without_password;
 use postrider::worker::core::LaneSettings;
 use postrider::{LaneRules, Lanes};
 use postrider_memories::LANE as MEMORY;
@@ -25,13 +27,15 @@ use postrider_webhooks::guard::Policy;
 use postrider_webhooks::{LANE, Reports, Settings, lane_rules, lane_settings};
 
 pub use self::file::AuthMode;
-use self::file::{AlertKeys, CourierName, File, GateKeys, LaneKeys, MemoryKeys, OrderKeys, WebhookKeys};
+use self::file::{AlertKeys, CourierName, File, GateKeys, HttpKeys, LaneKeys, MemoryKeys, OrderKeys, WebhookKeys};
 pub use self::memory::MemoryConfig;
 pub use self::orders::{Broker, OrdersConfig};
 use self::tuning::{FromEnvironment, Tuning};
+use self::values::Span;
 use crate::couriers::{Destination, check_http};
 use crate::failure::{Failure, Result};
 use crate::gate::{CAPABILITIES, GateRules};
+use crate::http::{Limits, Patience, SlotRules};
 use crate::logs::LogFormat;
 use crate::secret;
 
@@ -50,10 +54,16 @@ const DEFAULT_KEY: &str = "file:postrider.key";
 pub struct Config {
     pub database: String,
     pub listen: SocketAddr,
+    pub http: Limits,
     pub auth: AuthMode,
+    /// How long a browser stays signed in.
+    pub session_ttl: Duration,
     pub tls: Option<TlsFiles>,
     pub log: Option<LogFormat>,
     pub otlp_endpoint: Option<String>,
+    pub otlp_guard: bool,
+    /// What is right, but unwise.
+    pub warnings: Vec<String>,
     pub alerts: Option<AlertRules>,
     pub webhooks: Settings,
     /// What webhook couriers saw, until the store writes it.
@@ -124,6 +134,12 @@ impl Config {
         };
         let variable = |name: &str| std::env::var(name).ok();
         let mut config = read(&path, &text, variable)?;
+        if without_password(&config.database) != config.database && others_may_read(&path) {
+            let file = path.display();
+            config.warnings.push(format!(
+                "{file} holds the password of the database and can be read by others; `chmod 600 {file}`, or write database = \"env:NAME\""
+            ));
+        }
         let given = |url: &String| !url.trim().is_empty();
         if let Some(url) = database.filter(given) {
             config.database = url;
@@ -170,6 +186,12 @@ impl Config {
             ))
         })
     }
+}
+
+/// May somebody else on this machine read the file?
+fn others_may_read(path: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(path).is_ok_and(|file| file.permissions().mode() & 0o077 != 0)
 }
 
 /// An address and a port.
@@ -308,20 +330,33 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             Some(rules)
         }
     };
-    let otlp_endpoint = file.telemetry.otlp_endpoint.or_else(|| {
+    if let Some(given) = &file.telemetry.otlp_endpoint {
+        plain::url("otlp_endpoint", given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
+    }
+    let otlp_endpoint = file.telemetry.otlp_endpoint.map(toml::Spanned::into_inner).or_else(|| {
         let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
     });
+    if let Some(keys) = &file.tls
+        && [&keys.get_ref().cert, &keys.get_ref().key].iter().any(|text| text.contains("-----BEGIN"))
+    {
+        return Err(
+            place.wrong(keys.span(), "[tls] names files: cert = \"cert.pem\", key = \"key.pem\"; not what is in them")
+        );
+    }
     Ok(Config {
         database: file.database.unwrap_or_default(),
         listen,
+        http: http(&place, &file.http)?,
         auth: file.auth.mode,
+        session_ttl: session_ttl(&place, file.auth.session_ttl.as_ref())?,
         tls: file
             .tls
             .map(|keys| keys.into_inner())
             .map(|keys| TlsFiles { cert: keys.cert.into(), key: keys.key.into() }),
         log: file.telemetry.log,
         otlp_endpoint,
+        otlp_guard: file.telemetry.guard,
         alerts,
         webhooks,
         reports,
@@ -331,10 +366,39 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         doctor_every: file.doctor.every.map_or(Duration::from_secs(3600), |every| every.0),
         verify: file.verify.map(|keys| VerifyCommands { stop: keys.stop_command, start: keys.start_command }),
         secrets_key,
+        warnings: vec![],
         enabled: environment.enabled.or(file.outbox.enabled).unwrap_or(true),
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
     })
+}
+
+/// `[http]`.
+fn http(place: &Place, keys: &HttpKeys) -> Result<Limits> {
+    let usual = Limits::default();
+    let range = |text: &toml::Spanned<String>| text.get_ref().parse().map_err(|e: String| place.wrong(text.span(), e));
+    Ok(Limits {
+        slots: SlotRules {
+            most: keys.max_connections.map_or(usual.slots.most, |n| n.0 as usize),
+            per_peer: keys.max_connections_per_peer.map_or(usual.slots.per_peer, |n| n.0 as usize),
+            trusted: keys.trusted_proxies.iter().map(range).collect::<Result<_>>()?,
+        },
+        patience: Patience {
+            idle: keys.idle_timeout_sec.map_or(usual.patience.idle, |s| s.0),
+            write: keys.write_timeout_sec.map_or(usual.patience.write, |s| s.0),
+        },
+    })
+}
+
+/// `[auth] session_ttl`.
+fn session_ttl(place: &Place, given: Option<&toml::Spanned<Span>>) -> Result<Duration> {
+    let Some(span) = given else { return Ok(Duration::from_secs(12 * 3600)) };
+    let ttl = span.get_ref().0;
+    if ttl < Duration::from_secs(1) {
+        let what = "session_ttl below \"1s\" would sign everybody out at once; write for how long, like \"12h\"";
+        return Err(place.wrong(span.span(), what));
+    }
+    Ok(ttl)
 }
 
 /// The lane of a part of ours, tuned like any other.
@@ -369,6 +433,7 @@ fn says_where(keys: &LaneKeys) -> bool {
         || !keys.headers.is_empty()
         || !keys.statuses.is_empty()
         || keys.show_payload.is_some()
+        || keys.guard.is_some()
         || keys.dedup.is_some()
         || keys.key_ttl.is_some()
 }
@@ -533,6 +598,7 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
         alien("timeout_ms", keys.timeout_ms.as_ref().map(|k| k.span()), "http")?;
         alien("headers", keys.headers.values().next().map(|k| k.span()), "http")?;
         alien("statuses", keys.statuses.values().next().map(|k| k.span()), "http")?;
+        alien("guard", keys.guard.as_ref().map(|k| k.span()), "http")?;
     }
     Ok(match courier {
         CourierName::Noop => Destination::Nowhere,
@@ -548,10 +614,13 @@ fn destination(place: &Place, name: &str, at: Range<usize>, keys: &LaneKeys) -> 
             })?;
             let resolved = headers(place, &keys.headers)?;
             let timeout = Duration::from_millis(keys.timeout_ms.as_ref().map_or(2500, |ms| u64::from(ms.get_ref().0)));
+            plain::url(&format!("[lane.{name}] url"), url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let told = secret::resolve(url.get_ref()).map_err(|e| place.wrong(url.span(), e))?;
             let statuses = statuses(place, &keys.statuses)?;
             check_http(&told, timeout, &resolved, &statuses).map_err(|e| place.wrong(url.span(), e))?;
-            Destination::Http { url: url.get_ref().clone(), timeout, headers: texts(&keys.headers), statuses }
+            let (url, headers) = (url.get_ref().clone(), texts(&keys.headers));
+            let guard = keys.guard.as_ref().is_some_and(|guard| *guard.get_ref());
+            Destination::Http { url, timeout, headers, statuses, guard }
         }
     })
 }
@@ -575,24 +644,28 @@ fn alerts(place: &Place, at: Range<usize>, keys: &AlertKeys) -> Result<(Lane, Al
     if every.is_zero() {
         return Err(place.wrong(at, "[alerts]: every = \"0\" would tell the same trouble without end; write \"5m\""));
     }
+    plain::url("[alerts] url", keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let url = secret::resolve(keys.url.get_ref()).map_err(|e| place.wrong(keys.url.span(), e))?;
     let (timeout, statuses) = (Duration::from_secs(10), HttpClasses::default());
     check_http(&url, timeout, &headers(place, &keys.headers)?, &statuses)
         .map_err(|e| place.wrong(keys.url.span(), e))?;
     let headers = texts(&keys.headers);
-    let destination = Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses };
+    let destination =
+        Destination::Http { url: keys.url.get_ref().clone(), timeout, headers, statuses, guard: keys.guard };
     let mut settings = LaneSettings::new(ALERTS);
     (settings.concurrency, settings.batch, settings.lease) = (4, 32, Duration::from_secs(30));
     // Somebody waits for it: soon at first, and for about a day in all.
     settings.budgets.backoff = Backoff::Table([2, 5, 10, 30, 60, 300, 900].map(Duration::from_secs).to_vec());
     settings.budgets.max_attempts = 100;
-    let lane = Lane { rules: LaneRules::default(), settings, destination, max_age: Some(Duration::ZERO) };
+    // Whoever could write here could tell of troubles that are none.
+    let rules = LaneRules { owned_by: Some(postrider::alerts::OWNER), ..LaneRules::default() };
+    let lane = Lane { rules, settings, destination, max_age: Some(Duration::ZERO) };
     Ok((lane, AlertRules { every, max_age: keys.max_age.map_or(Duration::from_secs(900), |span| span.0) }))
 }
 
 fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Result<Vec<(String, String)>> {
     let value = |name: &str, value: &toml::Spanned<String>| {
-        header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
+        plain::header(name, value.get_ref()).map_err(|e| place.wrong(value.span(), e))
     };
     keys.iter().map(|(name, given)| Ok((name.clone(), value(name, given)?))).collect()
 }
@@ -600,20 +673,6 @@ fn headers(place: &Place, keys: &BTreeMap<String, toml::Spanned<String>>) -> Res
 /// The same as they were written, references and all.
 fn texts(keys: &BTreeMap<String, toml::Spanned<String>>) -> Vec<(String, String)> {
     keys.iter().map(|(name, given)| (name.clone(), given.get_ref().clone())).collect()
-}
-
-/// A header's value; what looks like a credential must be a reference.
-fn header(name: &str, value: &str) -> Result<String, String> {
-    let lower = name.to_ascii_lowercase();
-    let secret = ["authorization", "cookie", "token", "secret", "password", "api-key", "apikey"]
-        .iter()
-        .any(|word| lower.contains(word));
-    if secret && !secret::is_reference(value) {
-        return Err(format!(
-            "{name} looks like a secret; write where it is kept instead: \"env:NAME\", \"file:PATH\" or \"exec:COMMAND\""
-        ));
-    }
-    secret::resolve(value)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
 use super::tuning::Tuning;
-use super::{Lane, Place, headers, part_lane, says_where};
+use super::{Lane, Place, headers, part_lane, plain, says_where};
 use crate::couriers::Destination;
 use crate::failure::{Failure, Result};
 use crate::secret;
@@ -30,8 +30,8 @@ pub struct OrdersConfig {
 pub enum Broker {
     /// `chosen`: the file names it.
     Paper { settings: PaperSettings, chosen: bool },
-    /// `credentials`: its headers, read again.
-    Http { settings: HttpSettings, credentials: Credentials },
+    /// `credentials`: its headers, read again; `guard`: its address is guarded as those of webhooks are.
+    Http { settings: HttpSettings, credentials: Credentials, guard: bool },
 }
 
 impl std::fmt::Debug for Broker {
@@ -99,6 +99,7 @@ fn paper(place: &Place, keys: &OrderKeys, idempotency: Option<Idempotency>, time
         ("url", keys.url.as_ref().map(|k| k.span())),
         ("look_up_url", keys.look_up_url.as_ref().map(|k| k.span())),
         ("headers", keys.headers.values().next().map(|k| k.span())),
+        ("guard", keys.guard.as_ref().map(|k| k.span())),
         ("statuses", keys.statuses.values().next().map(|k| k.span())),
     ];
     for (key, at) in alien {
@@ -141,6 +142,11 @@ fn http(
             place.wrong(at, "[orders] needs a url for adapter = \"http\", like \"https://broker.example/orders\"")
         );
     };
+    for (key, given) in [("[orders] url", Some(url)), ("look_up_url", keys.look_up_url.as_ref())] {
+        if let Some(given) = given {
+            plain::url(key, given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
+        }
+    }
     let Some(idempotency) = idempotency else {
         let what = "[orders] must say what the broker does with an order sent twice: idempotency = \"key\" (executes an Idempotency-Key once), \"look_up\" (can be asked about a key) or \"none\"";
         return Err(place.wrong(at, what));
@@ -168,7 +174,7 @@ fn http(
     let credentials = Arc::new(move || {
         written.iter().map(|(name, value)| Ok((name.clone(), secret::resolve(value)?))).collect::<Result<_, String>>()
     });
-    Ok(Broker::Http { settings, credentials })
+    Ok(Broker::Http { settings, credentials, guard: keys.guard.as_ref().is_some_and(|guard| *guard.get_ref()) })
 }
 
 /// `[lane.orders]`: where orders go is said in `[orders]`, how long they are kept by the ledger.
@@ -181,7 +187,7 @@ pub(super) fn lane(
     orders: &mut OrdersConfig,
 ) -> Result<Lane> {
     if says_where(keys) || keys.retention.is_some() {
-        let what = "[lane.orders] takes no courier, url, timeout_ms, headers, statuses, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
+        let what = "[lane.orders] takes no courier, url, timeout_ms, headers, statuses, guard, show_payload, dedup, retention or key_ttl; the broker and ledger_ttl are set in [orders]";
         return Err(place.wrong(at, what));
     }
     let usual = lane_rules(&orders.book, orders.broker.idempotency());

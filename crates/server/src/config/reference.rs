@@ -69,6 +69,11 @@ const SECTIONS: &[Section] = &[
                 "",
                 "For `http`: what an answer means where it differs from custom, `{ \"404\" = \"retry\", \"5xx\" = \"dead\" }`; `sent`, `retry` or `dead`, one status beats its hundred. By custom 2xx is sent; 408, 425, 429, 5xx and no answer at all are tried again (429 and 503 not before their `Retry-After`); 3xx, which is not followed, and every other 4xx are dead.",
             ),
+            Key(
+                "guard",
+                "`false`",
+                "For `http`; `true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows: for a URL that is not wholly your own.",
+            ),
             Key("show_payload", "`false`", "For `log`: print the payload too."),
             Key("concurrency", "`64`", "As in `[outbox]`."),
             Key("batch", "`256`", "As in `[outbox]`."),
@@ -134,6 +139,11 @@ const SECTIONS: &[Section] = &[
             Key("settling_sec", "`5`", "For `look_up`: how long after a send the broker's answer can be relied on."),
             Key("url", "needed for http", "Where orders are posted."),
             Key("look_up_url", "needed for look_up", "Where a key is looked up, with `{key}` in it."),
+            Key(
+                "guard",
+                "`false`",
+                "For `http`; `true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("headers", "", "As of a lane. References are read again when the broker answers 401 or 403."),
             Key(
                 "statuses",
@@ -152,6 +162,11 @@ const SECTIONS: &[Section] = &[
         name: "memory",
         about: "The memory gateway, which exists where this section does. `[lane.memory]` takes the keys of a lane but those that say where it goes; its defaults are concurrency 10, batch 10, lock_lease_sec 120, max_attempts 5.",
         keys: &[
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("url", "", "Where OpenMemory is, like `\"http://127.0.0.1:8080\"`. Without it every memory is queued."),
             Key("api_key", "", "Its key, as a reference. Read again when OpenMemory refuses the one in use."),
             Key("timeout_ms", "`5000`", "For one call, at most 10000."),
@@ -208,13 +223,47 @@ const SECTIONS: &[Section] = &[
         )],
     },
     Section {
+        name: "http",
+        about: "The connections `serve` bears. Beyond the limits `/livez`, `/readyz` and `/health` are still answered, and everything else with 503 `OVERLOADED`.",
+        keys: &[
+            Key(
+                "max_connections",
+                "`10000`",
+                "In all. The limit of open files (`ulimit -n`) is raised for them as far as it goes; where it allows fewer, there are fewer, and the log says so.",
+            ),
+            Key("max_connections_per_peer", "`2500`", "Of one address; of IPv6, of one /64. `0`: no limit."),
+            Key(
+                "idle_timeout_sec",
+                "`15`",
+                "A connection without a request under way is closed after this time, in HTTP/2 too, whatever it pings; also the time for a TLS handshake and for a request's head.",
+            ),
+            Key(
+                "write_timeout_sec",
+                "`30`",
+                "A connection whose client takes nothing of an answer for this time is ended. In HTTP/2 that goes for each answer: the least is 4 KiB.",
+            ),
+            Key(
+                "trusted_proxies",
+                "`[]`",
+                "Addresses like `\"10.0.0.0/8\"` that speak for many: not counted in `max_connections_per_peer`. It opens nothing: without a token whatever a proxy has passed on is refused (403 `FORWARDED_WITHOUT_TOKEN`).",
+            ),
+        ],
+    },
+    Section {
         name: "auth",
         about: "Who may use the API.",
-        keys: &[Key(
-            "mode",
-            "`\"auto\"`",
-            "`auto`: tokens beyond loopback; `always`: everywhere. Make one with `postrider token create`.",
-        )],
+        keys: &[
+            Key(
+                "mode",
+                "`\"auto\"`",
+                "`auto`: tokens beyond loopback; `always`: everywhere. Make one with `postrider token create`.",
+            ),
+            Key(
+                "session_ttl",
+                "`\"12h\"`",
+                "How long a browser stays signed in to the dashboard. A session also ends when it signs out, and with its token.",
+            ),
+        ],
     },
     Section {
         name: "tls",
@@ -234,6 +283,11 @@ const SECTIONS: &[Section] = &[
                 "",
                 "An OpenTelemetry collector for traces over HTTP, like `\"http://127.0.0.1:4318\"`. `OTEL_EXPORTER_OTLP_ENDPOINT`; headers from `OTEL_EXPORTER_OTLP_HEADERS`.",
             ),
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
         ],
     },
     Section {
@@ -246,6 +300,11 @@ const SECTIONS: &[Section] = &[
                 "Alerts are posted here as JSON; may be a reference. Chat programs show their `text`.",
             ),
             Key("headers", "", "As of a lane."),
+            Key(
+                "guard",
+                "`false`",
+                "`true`: the address is guarded as those of webhooks are, with what `[webhooks]` allows.",
+            ),
             Key("every", "`\"5m\"`", "The same trouble is told at most once in this time."),
             Key("max_age", "`\"15m\"`", "A lane whose oldest due message is older is in trouble; `\"0\"`: never."),
         ],

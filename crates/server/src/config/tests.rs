@@ -79,8 +79,24 @@ fn every_key_of_a_lane_arrives() {
         timeout: Duration::from_millis(2500),
         headers: vec![("X-Source".into(), "postrider".into())],
         statuses: HttpClasses::new([("404", "retry"), ("5xx", "dead")]).unwrap(),
+        guard: false,
     };
     assert_eq!(lane.destination, expected);
+}
+
+#[test]
+fn the_doors_are_set_in_http() {
+    let usual = config("");
+    assert_eq!((usual.http.slots.most, usual.http.slots.per_peer), (10_000, 2500));
+    let seconds = |patience: crate::http::Patience| (patience.idle.as_secs(), patience.write.as_secs());
+    assert_eq!(seconds(usual.http.patience), (15, 30));
+    assert_eq!(usual.session_ttl, Duration::from_secs(12 * 3600));
+    let own = config(
+        "[http]\nmax_connections = 50\nmax_connections_per_peer = 0\nidle_timeout_sec = 5\nwrite_timeout_sec = 7\ntrusted_proxies = [\"10.0.0.0/8\", \"fd00::/8\"]\n[auth]\nsession_ttl = \"1h\"\n",
+    );
+    assert_eq!((own.http.slots.most, own.http.slots.per_peer, own.http.slots.trusted.len()), (50, 0, 2));
+    assert_eq!(seconds(own.http.patience), (5, 7));
+    assert_eq!(own.session_ttl, Duration::from_secs(3600));
 }
 
 #[test]
@@ -181,6 +197,11 @@ fn nonsense_is_refused_with_line_and_remedy() {
         ("x = 1".into(), "postrider.toml:1: unknown key `x`"),
         ("listen = \"here\"".into(), "postrider.toml:1: listen must be an address"),
         ("[verify]\nstop_command = \"x\"".into(), "postrider.toml:1: missing field `start_command`"),
+        ("[http]\nmax_connections = 0".into(), "postrider.toml:2: max_connections: must be a whole number from 1"),
+        ("[http]\nmax_connections_per_peer = -1".into(), "postrider.toml:2: max_connections_per_peer: must be a whole"),
+        ("[http]\nidle_timeout_sec = 0".into(), "postrider.toml:2: idle_timeout_sec: must be at least 1"),
+        ("[http]\ntrusted_proxies = [\"10.0.0.1\"]".into(), "postrider.toml:2: `10.0.0.1` is no range of addresses"),
+        ("[auth]\nsession_ttl = \"0\"".into(), "postrider.toml:2: session_ttl below \"1s\""),
         ("[gate]\nmode = \"full\"".into(), "postrider.toml:2: mode is \"FULL\" or \"DEGRADED\""),
         ("[gate]\nskip_everything = true".into(), "postrider.toml:2: unknown key `skip_everything`"),
         ("[memory]\nurl = \"ftp://x\"".into(), "postrider.toml:2: url is where OpenMemory is"),

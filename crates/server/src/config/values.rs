@@ -61,6 +61,21 @@ impl<'de, const MAX: u32> Deserialize<'de> for Count<MAX> {
     }
 }
 
+/// A whole number from 0, which means none, to `MAX`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CountOrNone<const MAX: u32>(pub u32);
+
+impl<'de, const MAX: u32> Deserialize<'de> for CountOrNone<MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Value::deserialize(deserializer)? {
+            Value::Integer(n) if (0..=i64::from(MAX)).contains(&n) => Ok(CountOrNone(n as u32)),
+            other => {
+                Err(D::Error::custom(format!("must be a whole number from 0 to {MAX}, without quotes; not {other}")))
+            }
+        }
+    }
+}
+
 /// Seconds as a plain number, at least `MIN_MS` milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seconds<const MIN_MS: u64>(pub Duration);

@@ -33,7 +33,7 @@ use crate::config::Config;
 use crate::database;
 use crate::doctor::Doctor;
 use crate::failure::{Ending, Failure, Result};
-use crate::http::{self, App, Limits};
+use crate::http::{self, Access, App, Limits};
 use crate::metrics::Meters;
 use crate::output::{Output, print};
 use crate::parts::Parts;
@@ -380,7 +380,7 @@ async fn stay(stage: &Stage, application: &mut Application, output: Output) -> R
         stage.parts.clone(),
         false,
         stage.config.gate.clone(),
-        (false, false),
+        Access::default(),
         Arc::new(Meters::new()),
         Doctor::new(&stage.config, &stage.outbox, &stage.parts),
     );

@@ -32,26 +32,13 @@ impl Caller {
         }
     }
 
-    /// A token for one lane says nothing of others.
-    pub fn may_use(&self, lane: &str) -> Result<(), Refusal> {
-        match self.lane() {
-            Some(own) if own != lane => Err(forbidden(format!("this token is for the lane `{own}` only"))),
-            _ => Ok(()),
-        }
-    }
-
     pub fn token(&self) -> Option<&Token> {
         self.0.as_deref()
-    }
-
-    /// The one lane it is for.
-    pub fn lane(&self) -> Option<&str> {
-        self.0.as_ref().and_then(|token| token.lane.as_deref())
     }
 }
 
 fn forbidden(message: String) -> Refusal {
-    Refusal::new(StatusCode::FORBIDDEN, "FORBIDDEN", message)
+    Refusal::forbidden(message)
 }
 
 fn unauthorized(message: &str) -> Refusal {
@@ -87,29 +74,36 @@ async fn admit(asked: Result<Caller, Refusal>, mut request: Request, next: Next)
     }
 }
 
+/// Of a body that is refused unread.
+const HEARD_OUT: usize = 16 << 10;
+
 /// Reads a small body to its end: a connection closed while the client still writes may lose it our answer.
-async fn hear_out(request: Request) {
-    let body = axum::body::to_bytes(request.into_body(), 64 << 10);
+pub async fn hear_out(request: Request) {
+    let body = axum::body::to_bytes(request.into_body(), HEARD_OUT);
     let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }
 
 pub async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<Caller, Refusal> {
     let Some(shown) = headers.get(header::AUTHORIZATION) else {
-        if let Some(token) = session::shown(headers) {
+        if let Some(session) = session::shown(headers, app.tls) {
             // A browser shows its cookie whoever made it ask: what changes something must come from our own page.
             own_origin(headers)?;
             if !method.is_safe() && headers.get(header::ORIGIN).is_none() {
                 return Err(forbidden("a change with a cookie must say where it comes from (Origin)".to_owned()));
             }
-            match known(app, token).await {
+            match app.sessions.verify(session).await? {
+                Some((_, token)) => return Ok(Caller(Some(Arc::new(token)))),
+                None if app.tokens_required => {
+                    return Err(unauthorized("this session is over: it ran out, or it or its token was ended"));
+                }
                 // A cookie of another server on this machine, where none is needed.
-                Err(refusal) if refusal.status == StatusCode::UNAUTHORIZED && !app.tokens_required => {}
-                known => return known,
+                None => {}
             }
         }
         if app.tokens_required {
             return Err(unauthorized("a token is needed: `Authorization: Bearer pr_…` (postrider token create)"));
         }
+        not_forwarded(headers)?;
         return same_site(headers).map(|()| Caller(None));
     };
     known(app, shown.to_str().ok().and_then(|text| text.strip_prefix("Bearer ")).unwrap_or_default()).await
@@ -120,6 +114,35 @@ async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
         Some(token) => Ok(Caller(Some(Arc::new(token)))),
         None => Err(unauthorized("this token is not valid: wrong, expired or revoked")),
     }
+}
+
+/// What proxies add to the requests they pass on, besides everything that begins with `x-forwarded`.
+const OF_PROXIES: [&str; 15] = [
+    "forwarded",
+    "via",
+    "x-real-ip",
+    "x-client-ip",
+    "client-ip",
+    "x-cluster-client-ip",
+    "x-original-forwarded-for",
+    "x-original-host",
+    "x-envoy-external-address",
+    "x-azure-clientip",
+    "true-client-ip",
+    "cf-connecting-ip",
+    "fastly-client-ip",
+    "fly-client-ip",
+    "cdn-loop",
+];
+
+/// A request that a proxy passed on comes from this machine and from anywhere: without a token the world would be let in.
+fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
+    let of_a_proxy = |name: &str| name.starts_with("x-forwarded") || OF_PROXIES.contains(&name);
+    let Some(header) = headers.keys().map(|name| name.as_str()).find(|name| of_a_proxy(name)) else { return Ok(()) };
+    let what = format!(
+        "this request came through a proxy (it has the header {header}), and this server lets everybody on its machine in without a token. Make one (postrider token create) and send it as `Authorization: Bearer pr_…`, or sign in with it; set [auth] mode = \"always\" so that nobody gets in without"
+    );
+    Err(Refusal::new(StatusCode::FORBIDDEN, "FORWARDED_WITHOUT_TOKEN", what).with("header", header))
 }
 
 /// A page of another site, open in a browser on this machine, must not act for its user.
@@ -143,7 +166,7 @@ pub fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
     if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
 }
 
-/// A part's routes are for tokens of its lane, or of none.
+/// A part's routes are for tokens that reach its lane.
 pub async fn one_lane(
     State(lane): State<&'static str>,
     Extension(caller): Extension<Caller>,

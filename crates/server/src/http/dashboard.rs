@@ -30,6 +30,15 @@ pub fn routes() -> Router {
     })
 }
 
+/// A page that loads nothing at all.
+pub fn document(html: String) -> Response {
+    let mut response = file("text/html; charset=utf-8", "");
+    let policy = "default-src 'none'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(policy));
+    *response.body_mut() = html.into();
+    response
+}
+
 fn file(kind: &'static str, text: &'static str) -> Response {
     let headers: [(HeaderName, HeaderValue); 4] = [
         (header::CONTENT_TYPE, HeaderValue::from_static(kind)),

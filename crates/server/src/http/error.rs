@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use crate::writes;
 
 /// An answer that is no success.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Refusal {
     pub status: StatusCode,
     pub code: &'static str,
@@ -46,6 +46,10 @@ impl Refusal {
 
     pub fn invalid(message: impl Into<String>) -> Self {
         Refusal::new(StatusCode::BAD_REQUEST, "INVALID_REQUEST", message)
+    }
+
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        Refusal::new(StatusCode::FORBIDDEN, "FORBIDDEN", message)
     }
 
     pub fn not_found(message: impl Into<String>) -> Self {

@@ -6,19 +6,23 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
+use postrider::clock::Tick;
 use postrider_memories::gate::Standing;
 use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
 use utoipa::{IntoParams, ToSchema};
 
-use super::App;
 use super::error::{ErrorBody, Refusal};
-use crate::writes;
+use super::{App, Caller};
+use crate::{metrics, writes};
 
 /// The database must answer within this time.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// How long its answer is believed.
+const FRESH: Duration = Duration::from_secs(1);
 
 #[derive(Serialize, ToSchema)]
 pub struct Health {
@@ -38,20 +42,37 @@ pub async fn livez() -> Json<Health> {
     responses((status = 200, description = "It can", body = Health), (status = 503, description = "It cannot", body = ErrorBody))
 )]
 pub async fn readyz(State(app): State<Arc<App>>) -> Result<Json<Health>, Refusal> {
-    match tokio::time::timeout(PATIENCE, app.outbox.paused_lanes()).await {
-        Ok(Ok(_)) => match writes::trouble() {
-            None => Ok(Json(Health { status: "ok" })),
-            Some(trouble) => {
-                let what = postrider::Error::from(trouble).message;
-                Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", what))
+    let unavailable = |what: &str| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", what);
+    app.answers
+        .asked(async {
+            match tokio::time::timeout(PATIENCE, app.outbox.paused_lanes()).await {
+                Ok(Ok(_)) => Ok(()),
+                Ok(Err(error)) => Err(error.into()),
+                Err(_) => Err(unavailable("the database does not answer in time")),
             }
-        },
-        Ok(Err(error)) => Err(error.into()),
-        Err(_) => Err(Refusal::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "STORE_UNAVAILABLE",
-            "the database does not answer in time",
-        )),
+        })
+        .await?;
+    match writes::trouble() {
+        None => Ok(Json(Health { status: "ok" })),
+        Some(trouble) => Err(unavailable(&postrider::Error::from(trouble).message)),
+    }
+}
+
+/// Whether the database answers. Everybody may ask, as often as they like: it is asked once in a while.
+#[derive(Default)]
+pub struct Answers(Mutex<Option<(Tick, Result<(), Refusal>)>>);
+
+impl Answers {
+    async fn asked(&self, ask: impl Future<Output = Result<(), Refusal>>) -> Result<(), Refusal> {
+        let mut last = self.0.lock().await;
+        if let Some((at, answer)) = &*last
+            && Tick::now().since(*at) < FRESH
+        {
+            return answer.clone();
+        }
+        let answer = ask.await;
+        *last = Some((Tick::now(), answer.clone()));
+        answer
     }
 }
 
@@ -84,7 +105,7 @@ pub struct GateQuery {
 
 /// What works, and whether that is enough
 ///
-/// In the mode FULL everything must; in DEGRADED what does not is said. Answers of the last second are told again.
+/// In the mode FULL everything must; in DEGRADED what does not is said. What was read within the last second, and tried within the last five (a write, a call to OpenMemory), is told again.
 #[utoipa::path(
     get, path = "/health", tag = "server", security(()), params(GateQuery),
     responses(
@@ -125,11 +146,40 @@ pub async fn health(
 }
 
 /// Metrics for Prometheus
+///
+/// A token for some lanes sees the numbers of those.
 #[utoipa::path(
     get, path = "/metrics", tag = "server",
     responses((status = 200, description = "In the text format", body = String, content_type = "application/openmetrics-text"))
 )]
-pub async fn metrics(State(app): State<Arc<App>>) -> Result<impl IntoResponse, Refusal> {
-    let page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
+pub async fn metrics(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<impl IntoResponse, Refusal> {
+    let mut page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
+    if !caller.is_unlimited() {
+        let memories = caller.sees(postrider_memories::LANE) && caller.spaces().are_all();
+        page = metrics::seen(&page, |lane| caller.sees(lane), memories);
+    }
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_database_is_asked_once_in_a_while() {
+        let (answers, asked) = (Answers::default(), std::cell::Cell::new(0));
+        let ask = || {
+            answers.asked(async {
+                asked.set(asked.get() + 1);
+                Err(Refusal::not_found("away"))
+            })
+        };
+        for _ in 0..10 {
+            assert!(ask().await.is_err(), "what failed is told again");
+        }
+        assert_eq!(asked.get(), 1);
+    }
 }

@@ -38,7 +38,7 @@ pub async fn overview(State(app): State<Arc<App>>, Extension(caller): Extension<
     Json(Overview {
         database: app.outbox.store().dialect().name(),
         version: env!("CARGO_PKG_VERSION"),
-        samples: app.live.past().iter().map(|sample| sample.of(caller.lane())).collect(),
+        samples: app.live.past().iter().map(|sample| sample.seen_by(&caller)).collect(),
     })
 }
 
@@ -56,10 +56,10 @@ pub async fn stream(
 ) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
     let watching = Watching::new(app.live.clone());
     let newest = app.live.subscribe();
-    let lane = caller.lane().map(str::to_owned);
     let begun = Some(Tick::now());
-    let events =
-        futures_util::stream::unfold((watching, newest, lane, begun), async |(watching, mut newest, lane, begun)| {
+    let events = futures_util::stream::unfold(
+        (watching, newest, caller, begun),
+        async |(watching, mut newest, caller, begun)| {
             let begun = begun?;
             newest.changed().await.ok()?;
             let sample = newest.borrow_and_update().clone();
@@ -68,9 +68,10 @@ pub async fn stream(
             }
             let is_last = Tick::now().since(begun) >= STREAM;
             let retry = if is_last { GO_ON } else { TRY_AGAIN };
-            let event = Event::default().event("sample").retry(retry).json_data(sample.of(lane.as_deref()));
-            Some((Ok(event.unwrap_or_default()), (watching, newest, lane, (!is_last).then_some(begun))))
-        });
+            let event = Event::default().event("sample").retry(retry).json_data(sample.seen_by(&caller));
+            Some((Ok(event.unwrap_or_default()), (watching, newest, caller, (!is_last).then_some(begun))))
+        },
+    );
     Sse::new(events).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
 }
 
@@ -106,12 +107,11 @@ pub async fn workers(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
 ) -> Result<Json<Workers>, Refusal> {
-    let visible = |lane: &str| caller.lane().is_none_or(|own| own == lane);
     let mut items: BTreeMap<String, WorkerView> = BTreeMap::new();
     for called in roll::roll(&app.outbox).await? {
         // What one that is gone held, the leases tell.
         let load = |load: Load| if called.alive { load } else { Load::default() };
-        let lanes = called.lanes.into_iter().filter(|(lane, _)| visible(lane));
+        let lanes = called.lanes.into_iter().filter(|(lane, _)| caller.sees(lane));
         let view = WorkerView {
             worker: called.worker.clone(),
             alive: called.alive,
@@ -121,7 +121,7 @@ pub async fn workers(
         };
         items.insert(called.worker, view);
     }
-    for holder in app.live.holders().into_iter().filter(|holder| visible(&holder.lane)) {
+    for holder in app.live.holders().into_iter().filter(|holder| caller.sees(&holder.lane)) {
         let view = items.entry(holder.worker.clone()).or_insert_with(|| WorkerView {
             worker: holder.worker.clone(),
             alive: true,
@@ -134,7 +134,7 @@ pub async fn workers(
         lane.holds_since = Some(holder.since.to_string());
         lane.lease_until = Some(holder.lease_until.to_string());
     }
-    // A token for one lane sees who works on it.
-    items.retain(|_, view| caller.lane().is_none() || !view.lanes.is_empty());
+    // A token for some lanes sees who works on them.
+    items.retain(|_, view| caller.lanes().is_empty() || !view.lanes.is_empty());
     Ok(Json(Workers { items: items.into_values().collect() }))
 }

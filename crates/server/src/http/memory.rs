@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use utoipa::{IntoParams, ToSchema};
 
 use super::error::{ErrorBody, ErrorDetail, Refusal};
-use super::request::{cursor, listing, page_of};
+use super::request::{cursor, listing, page_of, seen};
 use super::{App, CORRELATION_ID, Caller, MOST_BODY};
 use crate::mcp;
 use crate::mcp_wire;
@@ -301,7 +301,8 @@ pub async fn reconcile(
 
 /// The audit of writes, newest first
 ///
-/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all.
+/// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all. A token for some
+/// lanes or spaces sees their rows.
 #[utoipa::path(
     get, path = "/v1/audit", tag = "memory", params(AuditQuery),
     responses(
@@ -312,6 +313,7 @@ pub async fn reconcile(
 )]
 pub async fn audit(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     query: Result<Query<AuditQuery>, QueryRejection>,
 ) -> Result<Json<AuditRows>, Refusal> {
     let Query(wanted) = query?;
@@ -321,7 +323,9 @@ pub async fn audit(
     }
     let filter =
         AuditFilter { correlation_id: wanted.correlation_id, outbox_id: wanted.outbox_id, status: None, before, limit };
-    let page = memories(&app)?.audit(filter).await?;
+    let memories = memories(&app)?;
+    let list = |before, limit| memories.audit(AuditFilter { before, limit, ..filter.clone() });
+    let page = seen((before, limit), list, |row: &AuditRow| caller.sees_audit(row)).await?;
     let items = page.items.into_iter().map(AuditView::from).collect();
     Ok(Json(AuditRows { items, next_cursor: cursor(page.next) }))
 }

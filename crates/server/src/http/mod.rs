@@ -12,19 +12,22 @@ mod live;
 mod memory;
 mod orders;
 mod outbox;
+mod reach;
 mod reference;
 mod request;
 mod session;
+mod slots;
+mod traffic;
 mod webhooks;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::{Json, Router};
 use postrider::{Entry, NewMessage, Outbox, clock};
 use postrider_memories::Memories;
 use postrider_orders::{NewOrder, Orders, Placed};
@@ -41,6 +44,7 @@ use crate::gate::{Gate, GateRules};
 use crate::live::Live;
 use crate::metrics;
 use crate::parts::Parts;
+use crate::sessions::Sessions;
 use crate::tokens::{Scope, Tokens};
 use crate::tools::Tools;
 
@@ -48,6 +52,8 @@ pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
 pub use orders::ledger_view;
+pub use slots::{RESERVE, Rules as SlotRules};
+pub use traffic::Patience;
 
 /// Every request is answered within this time, or told that it was not.
 const DEADLINE: Duration = Duration::from_secs(15);
@@ -60,6 +66,7 @@ const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
 pub struct App {
     pub outbox: Outbox,
     pub tokens: Tokens,
+    pub sessions: Sessions,
     pub tokens_required: bool,
     /// The server speaks TLS itself.
     pub tls: bool,
@@ -71,6 +78,7 @@ pub struct App {
     /// Where `[memory]` is.
     pub memories: Option<Memories>,
     tools: Tools,
+    answers: health::Answers,
     gate: Gate,
     gate_rules: GateRules,
     mcp: memory::Mcp,
@@ -81,13 +89,22 @@ pub struct App {
     events: Intake<NewEvent, Published>,
 }
 
+/// How one gets in; by default nobody needs a token.
+#[derive(Default)]
+pub struct Access {
+    pub tokens_required: bool,
+    /// The server speaks TLS itself.
+    pub tls: bool,
+    pub session_ttl: Duration,
+}
+
 impl App {
     pub fn new(
         outbox: Outbox,
         parts: Parts,
         strict_orders: bool,
         gate_rules: GateRules,
-        (tokens_required, tls): (bool, bool),
+        access: Access,
         meters: metrics::Shared,
         doctor: Arc<Doctor>,
     ) -> Arc<Self> {
@@ -121,21 +138,24 @@ impl App {
             repeatable: |_| true,
         };
         let gate = Gate::new(outbox.clone(), memories.clone()).with_webhooks(webhooks.clone());
+        let tokens = Tokens::new(outbox.clone());
         Arc::new(App {
-            tokens: Tokens::new(outbox.clone()),
+            sessions: Sessions::new(outbox.clone(), tokens.clone(), access.session_ttl),
+            tokens,
             live: Live::new(outbox.clone(), memories.clone()),
             doctor,
             outbox,
             webhooks,
             orders,
+            answers: health::Answers::default(),
             gate,
             gate_rules,
             memories,
             mcp: memory::mcp_service(tools.clone()),
             tools,
             strict_orders,
-            tokens_required,
-            tls,
+            tokens_required: access.tokens_required,
+            tls: access.tls,
             meters,
             placing: Intake::start(placing, patience),
             messages: Intake::start(messages, patience),
@@ -249,8 +269,11 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
     );
     // What a tool needs is asked when it is called. Without sessions MCP has no other methods here.
     let mcp = OpenApiRouter::new().routes(routes!(memory::mcp)).layer(from_fn_with_state(app.clone(), auth::any));
-    let open = OpenApiRouter::new()
+    // Whoever signs in shows no token yet: nothing large is read.
+    let signing = OpenApiRouter::new()
         .routes(routes!(session::session, session::sign_in, session::sign_out))
+        .layer(DefaultBodyLimit::max(session::MOST_BODY));
+    let open = OpenApiRouter::new()
         .routes(routes!(health::livez))
         .routes(routes!(health::readyz))
         .routes(routes!(health::health));
@@ -268,6 +291,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         .merge(operate)
         .merge(manage)
         .merge(mcp)
+        .merge(signing)
         .merge(open)
         .with_state(app.clone())
 }
@@ -282,12 +306,13 @@ impl App {
 /// All that is served.
 pub fn router(app: &Arc<App>) -> Router {
     let (router, mut description) = described(app).split_for_parts();
-    let lanes: Vec<&str> = app.outbox.lanes().iter().map(|(lane, _)| lane).collect();
-    reference::complete(&mut description, &lanes);
+    reference::complete(&mut description);
     let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
     let page = reference::page(&description);
-    let description = Arc::new(description);
+    let descriptions = Router::new()
+        .route("/openapi.json", axum::routing::get(reference::document))
+        .with_state(Arc::new(reference::Shown::new(app.clone(), description)));
     // An endless answer: said in words, not in the description, whose readers wait for the end of answers.
     let stream = Router::new()
         .route("/v1/live", axum::routing::get(live::stream))
@@ -296,8 +321,8 @@ pub fn router(app: &Arc<App>) -> Router {
     router
         .merge(stream)
         .merge(dashboard::routes())
-        .route("/openapi.json", axum::routing::get(move || async move { Json((*description).clone()) }))
-        .route("/docs", axum::routing::get(move || async move { axum::response::Html(page) }))
+        .merge(descriptions)
+        .route("/docs", axum::routing::get(move || async move { dashboard::document(page) }))
         .fallback(|| async { Refusal::not_found("there is nothing at this path; /docs tells what there is") })
         .method_not_allowed_fallback(|| async {
             Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED", "this path has other methods; see /docs")
@@ -317,7 +342,11 @@ async fn frame(mut request: Request, next: Next) -> Response {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = if has_nul(&request) {
+    let mut response = if request.extensions().get::<accept::ProbesOnly>().is_some() && !is_probe(&request) {
+        auth::hear_out(request).await;
+        let what = "this server has all the connections it bears, of this address or in all; try again soon";
+        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", what).into_response()
+    } else if has_nul(&request) {
         // No text of ours has one, and only some databases could even be asked.
         Refusal::invalid("the address contains a NUL character (%00)").into_response()
     } else if too_large(&request) {
@@ -335,6 +364,11 @@ async fn frame(mut request: Request, next: Next) -> Response {
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+/// What is answered even where there is no room for anything else.
+fn is_probe(request: &Request) -> bool {
+    ["/livez", "/readyz", "/health"].contains(&request.uri().path())
 }
 
 fn has_nul(request: &Request) -> bool {

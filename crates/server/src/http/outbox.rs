@@ -20,7 +20,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::auth::Caller;
 use super::error::{ErrorBody, Refusal};
-use super::request::{cursor, first, header, id_of, listing, page_of, unquoted};
+use super::request::{cursor, first, header, id_of, listing, page_of, seen, unquoted};
 use crate::config::values::parse_duration;
 
 const MOST_OF_A_BATCH: usize = 1000;
@@ -387,13 +387,15 @@ pub async fn list(
     query: Result<Query<ListQuery>, QueryRejection>,
 ) -> Result<Json<MessageList>, Refusal> {
     let query = query?.0;
-    let lane = match (query.lane, caller.lane()) {
+    let lane = match (query.lane, caller.lanes()) {
         (Some(lane), _) => {
             check_lane_name(&lane).map_err(|e| Refusal::invalid(e.message))?;
             caller.may_use(&lane)?;
             Some(lane)
         }
-        (None, own) => own.map(str::to_owned),
+        (None, [own]) => Some(own.clone()),
+        // Of several the page is made of what is seen.
+        (None, _) => None,
     };
     let status =
         query.status.map(|text| text.parse::<Status>()).transpose().map_err(|e| Refusal::invalid(e.to_string()))?;
@@ -403,13 +405,15 @@ pub async fn list(
     if [&key, &target].into_iter().flatten().any(|text| text.contains('\0')) {
         return Err(Refusal::invalid("a key or a target has no NUL".to_owned()));
     }
-    let page = app.outbox.list(Filter { lane, status, before, key, target, limit }).await?;
+    let filter = Filter { lane, status, before, key, target, limit };
+    let list = |before, limit| app.outbox.list(Filter { before, limit, ..filter.clone() });
+    let page = seen((before, limit), list, |m: &Shown| caller.sees_message(&m.lane, m.target.as_deref())).await?;
     let items = page.items.into_iter().map(MessageView::from).collect();
     Ok(Json(MessageList { items, next_cursor: cursor(page.next) }))
 }
 
 async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, Vec<Attempt>), Refusal> {
-    let found = app.outbox.show(id).await?.filter(|(m, _)| caller.lane().is_none_or(|own| own == m.lane));
+    let found = app.outbox.show(id).await?.filter(|(m, _)| caller.sees_message(&m.lane, m.target.as_deref()));
     found.ok_or_else(|| Refusal::not_found(format!("there is no message {id}")))
 }
 

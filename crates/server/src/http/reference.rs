@@ -1,15 +1,27 @@
 //! The description of the API: what every route may also answer, and a page that people can read.
 
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::{HeaderMap, Method, header};
+use axum::response::IntoResponse;
+use bytes::Bytes;
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::schema::Type;
 use utoipa::openapi::security::SecurityRequirement;
 use utoipa::openapi::{Content, ObjectBuilder, OpenApi, Ref, RefOr, Response};
 
+use super::App;
+use super::auth;
+
 /// What any route may answer besides its own: told once, for all.
 const ALWAYS: [(&str, &str); 10] = [
     ("400", "`INVALID_REQUEST`: malformed"),
     ("401", "`UNAUTHORIZED`: no token, or one that is not valid"),
-    ("403", "`FORBIDDEN`: the token lacks the scope or is for another lane"),
+    (
+        "403",
+        "`FORBIDDEN`: the token lacks the scope or is for another lane; `FORWARDED_WITHOUT_TOKEN`: it came through a proxy, without a token",
+    ),
     ("404", "`NOT_FOUND` or `UNKNOWN_LANE`"),
     ("408", "`TIMEOUT`: not done within the deadline"),
     ("413", "`PAYLOAD_TOO_LARGE`"),
@@ -25,19 +37,10 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut O
     all.into_iter().filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// Adds what is the same for all routes, and the lanes there are.
-pub fn complete(description: &mut OpenApi, lanes: &[&str]) {
-    for (path, item) in &mut description.paths.paths {
-        for (method, operation) in operations(item) {
-            let takes_lane = path.contains("{lane}") || (method == "POST" && !path.ends_with("/requeue"));
-            for parameter in operation.parameters.iter_mut().flatten().filter(|_| takes_lane) {
-                if let RefOr::T(parameter) = parameter
-                    && parameter.name.starts_with("lane")
-                {
-                    let names = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(lanes.to_vec()));
-                    parameter.schema = Some(names.into());
-                }
-            }
+/// Adds what is the same for all routes.
+pub fn complete(description: &mut OpenApi) {
+    for item in description.paths.paths.values_mut() {
+        for (_, operation) in operations(item) {
             if operation.security.is_none() {
                 operation.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
             }
@@ -49,6 +52,63 @@ pub fn complete(description: &mut OpenApi, lanes: &[&str]) {
             }
         }
     }
+}
+
+/// Names the lanes wherever one is asked for.
+fn name_lanes(description: &mut OpenApi, lanes: &[&str]) {
+    for (path, item) in &mut description.paths.paths {
+        for (method, operation) in operations(item) {
+            let takes_lane = path.contains("{lane}") || (method == "POST" && !path.ends_with("/requeue"));
+            for parameter in operation.parameters.iter_mut().flatten().filter(|_| takes_lane) {
+                if let RefOr::T(parameter) = parameter
+                    && parameter.name.starts_with("lane")
+                {
+                    let names = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(lanes.to_vec()));
+                    parameter.schema = Some(names.into());
+                }
+            }
+        }
+    }
+}
+
+/// The description, written once for those who show no token and once for those who may use all lanes: it is long, and
+/// anybody may ask for it.
+pub struct Shown {
+    app: Arc<App>,
+    description: OpenApi,
+    bare: Bytes,
+    whole: Bytes,
+}
+
+impl Shown {
+    pub fn new(app: Arc<App>, description: OpenApi) -> Shown {
+        let lanes: Vec<&str> = app.outbox.lanes().iter().map(|(lane, _)| lane).collect();
+        let (bare, whole) = (written(&description, None), written(&description, Some(&lanes)));
+        Shown { app, description, bare, whole }
+    }
+}
+
+fn written(description: &OpenApi, lanes: Option<&[&str]>) -> Bytes {
+    let mut description = description.clone();
+    if let Some(lanes) = lanes {
+        name_lanes(&mut description, lanes);
+    }
+    serde_json::to_vec(&description).unwrap_or_default().into()
+}
+
+/// `GET /openapi.json`.
+pub async fn document(State(shown): State<Arc<Shown>>, headers: HeaderMap) -> impl IntoResponse {
+    let text = match auth::caller(&shown.app, &Method::GET, &headers).await {
+        Ok(caller) => {
+            let lanes = shown.app.outbox.lanes();
+            let own: Vec<&str> =
+                lanes.iter().map(|(lane, _)| lane).filter(|lane| caller.may_use(lane).is_ok()).collect();
+            let has_all = own.len() == lanes.iter().count();
+            if has_all { shown.whole.clone() } else { written(&shown.description, Some(&own)) }
+        }
+        Err(_) => shown.bare.clone(),
+    };
+    ([(header::CONTENT_TYPE, "application/json")], text)
 }
 
 fn escaped(text: &str) -> String {

@@ -4,6 +4,7 @@ use axum::Json;
 use axum::extract::Path;
 use axum::extract::rejection::{JsonRejection, PathRejection};
 use axum::http::HeaderMap;
+use postrider::paging::Page;
 
 use super::error::Refusal;
 
@@ -41,6 +42,32 @@ macro_rules! listing {
     };
 }
 pub(super) use listing;
+
+/// Pages asked for, for one page of what somebody sees.
+const MOST_PAGES: usize = 20;
+
+/// A page of what somebody sees of a list. What they do not see is passed over; where there is much of it, the page ends
+/// early and says where to go on.
+pub async fn seen<T, Asked>(
+    (mut before, limit): (Option<i64>, u32),
+    list: impl Fn(Option<i64>, u32) -> Asked,
+    sees: impl Fn(&T) -> bool,
+) -> Result<Page<T>, Refusal>
+where
+    Asked: Future<Output = postrider::Result<Page<T>>>,
+{
+    let mut items = Vec::new();
+    for _ in 0..MOST_PAGES {
+        let left = limit - items.len() as u32;
+        let page = list(before, left).await?;
+        items.extend(page.items.into_iter().filter(&sees));
+        before = page.next;
+        if before.is_none() || items.len() as u32 >= limit {
+            break;
+        }
+    }
+    Ok(Page { items, next: before })
+}
 
 pub fn cursor(next: Option<i64>) -> Option<String> {
     next.map(|id| id.to_string())

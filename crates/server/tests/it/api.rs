@@ -112,6 +112,11 @@ impl Server {
         send(self.connect(), bytes, cut)
     }
 
+    /// The same on a connection that is there already.
+    pub fn send_on(stream: TcpStream, bytes: &[u8]) -> Response {
+        send(stream, bytes, false)
+    }
+
     pub fn request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
         exchange(&self.address, method, path, headers, body)
     }

@@ -416,6 +416,7 @@ fn over_tls_one_can_sign_in_and_act() {
     browser.wait("document.getElementById('hold-mail')?.textContent === 'Resume'");
     let cookies = browser.call("Network.getCookies", json!({}));
     assert_eq!(cookies["cookies"][0]["secure"], json!(true), "{cookies}");
+    assert_eq!(cookies["cookies"][0]["name"], json!("__Host-postrider_session"), "{cookies}");
 }
 
 /// A cookie of another Postrider on this machine, which knew the token.

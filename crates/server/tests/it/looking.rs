@@ -47,7 +47,7 @@ fn the_audit_is_looked_through_within_bounds() {
             }
             let watched = Watched::over(store, &url);
             let outbox = Outbox::new(watched.clone() as Arc<dyn Store>);
-            let upstream = upstream::Settings { url: None, key: Arc::new(|| Ok(None)), timeout: SECOND };
+            let upstream = upstream::Settings { url: None, key: Arc::new(|| Ok(None)), timeout: SECOND, resolver: None };
             let settings = Settings {
                 upstream,
                 default_space: "private:default".to_owned(),

@@ -3,16 +3,20 @@
 // Processes take real time, and a deadline on them is read from a real clock.
 #![allow(clippy::disallowed_methods)]
 
+mod access;
 mod api;
 mod bad_input;
 mod beside;
+mod canaries;
 mod configuration;
 mod dashboard;
 mod demo;
 mod documentation;
+mod doors;
 mod doubts;
 mod fleet;
 mod gate;
+mod guarding;
 mod home;
 mod looking;
 mod mcp_edges;
@@ -28,6 +32,7 @@ mod scm;
 mod scratch;
 mod secrets;
 mod serve;
+mod sessions;
 mod statuses;
 mod telemetry;
 mod terminal;

@@ -502,6 +502,26 @@ fn twins_meet_whatever_became_of_the_first() {
     });
 }
 
+/// Who waits for another's write of the same text looks, and writes nothing meanwhile.
+#[test]
+fn waiting_for_a_twin_writes_nothing() {
+    let home = Home::on(Database::postgres());
+    let memory = OpenMemory::start(&home, &[]);
+    configured(&home, &memory, "");
+    let server = Server::start(&home, &["--no-workers"]);
+    memory.told(json!({ "mode": "slow", "delay_ms": 1800 }));
+    // Numbers of transactions are given to those that write or lock.
+    let writes = || home.number("SELECT txid_current()");
+    let before = writes();
+    std::thread::scope(|scope| {
+        for _ in 0..10 {
+            scope.spawn(|| assert_eq!(store(&server, "the same", "team:a").status / 100, 2));
+        }
+    });
+    let made = writes() - before;
+    assert!(made < 150, "ten stores made {made} transactions that write");
+}
+
 #[test]
 fn a_server_killed_in_the_middle_of_a_write_leaves_nothing_undecided() {
     on_every_database(|home| {

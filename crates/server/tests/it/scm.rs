@@ -308,6 +308,24 @@ fn tags_deepened_clones_and_other_work_trees_are_one_history() {
     assert_eq!(home.number("SELECT COUNT(*) FROM scm_repos"), 2);
 }
 
+/// A repository may be anybody's: what it links to is not read without an end, and a pipe is not waited for.
+#[test]
+fn a_boundary_without_an_end_is_refused() {
+    let home = Home::sqlite();
+    let repo = imported(&home, "odd.git", &history(3));
+    let shallow = repo.join("shallow");
+    let refused = || {
+        let running = home.start(&["scm", "sync", "git", text(&repo)]);
+        running.ends_within(crate::home::PATIENCE).refused(2, &["shallow is no plain file"]);
+        std::fs::remove_file(&shallow).unwrap();
+    };
+    std::os::unix::fs::symlink("/dev/zero", &shallow).unwrap();
+    refused();
+    run(&repo, &["mkfifo", "shallow"], b"");
+    refused();
+    assert_eq!(sync(&home, &["git", text(&repo)])["new"], 3);
+}
+
 #[test]
 fn a_record_that_cannot_be_written_ends_a_strict_run_and_no_other() {
     on_every_database(strict_and_best_effort);

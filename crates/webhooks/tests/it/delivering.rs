@@ -41,7 +41,8 @@ async fn an_event_arrives_signed_and_its_saga_is_completed(home: Home) {
         assert!(got.header("traceparent").starts_with("00-0af7651916cd43dd8448eb211c80319c-"));
         assert_eq!(got.header("x-own"), if got.path.ends_with("v1a") { "" } else { "1" });
     }
-    let (event, timeline) = home.webhooks.event(published.event_id).await.unwrap().unwrap();
+    let shown = home.webhooks.event(published.event_id).await.unwrap().unwrap();
+    let (event, timeline) = (shown.event, shown.sagas);
     assert_eq!(event.event_type, "order.paid");
     let ids: Vec<i64> = timeline.iter().map(|(saga, _)| saga.subscription_id).collect();
     assert_eq!(ids, [first.id, second.id]);

@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use postrider_webhooks::{Attempt, EventShown, NewEvent, Published, Publishing, Saga};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::App;
 use super::super::error::{ErrorBody, Refusal};
 use super::super::request::{Body, Id, cursor, first, header, id_of, listing, no, page_of};
+use super::super::{App, Caller};
 use super::sagas::{DeliveryAttempt, SagaView};
 
 const MOST_OF_A_BATCH: usize = 1000;
@@ -175,6 +175,8 @@ pub struct EventTimeline {
     #[serde(flatten)]
     event: EventView,
     sagas: Vec<SagaTimeline>,
+    /// There are more sagas or attempts than an answer bears: see `GET /v1/sagas?event_id=…` and `GET /v1/sagas/{id}`.
+    more: bool,
 }
 
 #[derive(Deserialize, IntoParams)]
@@ -202,17 +204,24 @@ pub async fn events(
     Ok(Json(EventList { items: page.items.into_iter().map(EventView::from).collect(), next_cursor: cursor(page.next) }))
 }
 
-/// One event with its whole timeline
+/// One event with its timeline
+///
+/// The first 100 sagas and 200 attempts. What was answered to an attempt is told to tokens with the scope `payload`.
 #[utoipa::path(
     get, path = "/v1/events/{id}", tag = "webhooks", params(("id" = i64, Path)),
     responses((status = 200, description = "The event, its sagas and their attempts", body = EventTimeline))
 )]
-pub async fn event_shown(State(app): State<Arc<App>>, path: Id) -> Result<Json<EventTimeline>, Refusal> {
+pub async fn event_shown(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Id,
+) -> Result<Json<EventTimeline>, Refusal> {
     let id = id_of(path)?;
-    let (event, sagas) = app.webhooks.event(id).await?.ok_or_else(|| no("event", id))?;
+    let shown = app.webhooks.event(id).await?.ok_or_else(|| no("event", id))?;
     let timeline = |(saga, attempts): (Saga, Vec<Attempt>)| SagaTimeline {
         saga: saga.into(),
-        attempts: attempts.into_iter().map(DeliveryAttempt::from).collect(),
+        attempts: attempts.into_iter().map(|attempt| DeliveryAttempt::seen_by(&caller, attempt)).collect(),
     };
-    Ok(Json(EventTimeline { event: event.into(), sagas: sagas.into_iter().map(timeline).collect() }))
+    let sagas = shown.sagas.into_iter().map(timeline).collect();
+    Ok(Json(EventTimeline { event: shown.event.into(), sagas, more: shown.more }))
 }

@@ -4,15 +4,16 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use postrider_webhooks::{Attempt, Saga, SagaFilter};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::App;
 use super::super::error::Refusal;
 use super::super::request::{Id, cursor, id_of, listing, no, page_of};
+use super::super::{App, Caller};
+use crate::tokens::Scope;
 
 listing!(SagaList, SagaView);
 
@@ -68,6 +69,16 @@ pub struct DeliveryAttempt {
     remote_address: Option<String>,
     /// Of `TLS_FAILED`: why.
     error_detail: Option<String>,
+}
+
+impl DeliveryAttempt {
+    /// As this caller may see it: what was answered may repeat what was sent.
+    pub fn seen_by(caller: &Caller, mut attempt: Attempt) -> Self {
+        if caller.may(Scope::Payload).is_err() {
+            (attempt.response_headers, attempt.response_body) = (None, None);
+        }
+        attempt.into()
+    }
 }
 
 impl From<Attempt> for DeliveryAttempt {
@@ -141,12 +152,18 @@ pub struct SagaShown {
     attempts: Vec<DeliveryAttempt>,
 }
 
-/// One saga with its jobs and attempts
+/// One saga with its jobs and its last 200 attempts
+///
+/// What was answered to an attempt is told to tokens with the scope `payload`.
 #[utoipa::path(
     get, path = "/v1/sagas/{id}", tag = "webhooks", params(("id" = i64, Path)),
     responses((status = 200, description = "It", body = SagaShown))
 )]
-pub async fn saga(State(app): State<Arc<App>>, path: Id) -> Result<Json<SagaShown>, Refusal> {
+pub async fn saga(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Id,
+) -> Result<Json<SagaShown>, Refusal> {
     let id = id_of(path)?;
     let (saga, jobs, attempts) = app.webhooks.saga(id).await?.ok_or_else(|| no("saga", id))?;
     let jobs = jobs.into_iter().map(|job| JobView {
@@ -157,6 +174,6 @@ pub async fn saga(State(app): State<Arc<App>>, path: Id) -> Result<Json<SagaShow
     Ok(Json(SagaShown {
         saga: saga.into(),
         jobs: jobs.collect(),
-        attempts: attempts.into_iter().map(DeliveryAttempt::from).collect(),
+        attempts: attempts.into_iter().map(|attempt| DeliveryAttempt::seen_by(&caller, attempt)).collect(),
     }))
 }

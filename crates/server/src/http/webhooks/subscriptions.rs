@@ -7,17 +7,18 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{Query, State};
+use axum::extract::{Extension, Query, State};
 use axum::http::StatusCode;
 use postrider_webhooks::sign::Scheme;
 use postrider_webhooks::{NewSubscription, Patch, Subscription, SubscriptionStatus};
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::App;
 use super::super::error::{ErrorBody, Refusal};
 use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of};
+use super::super::{App, Caller};
 use crate::config::values::parse_duration;
+use crate::tokens::Scope;
 
 listing!(SubscriptionList, SubscriptionView);
 
@@ -62,6 +63,7 @@ pub struct SubscriptionBody {
 #[derive(Serialize, ToSchema)]
 pub struct SubscriptionView {
     id: i64,
+    /// What follows the host may hold a secret: without the scope `operate` it is shortened to `/…`.
     url: String,
     event_types: Vec<String>,
     /// `active`, `paused` or `disabled`.
@@ -78,6 +80,25 @@ pub struct SubscriptionView {
     disabled_reason: Option<String>,
     created_at: String,
     updated_at: String,
+}
+
+impl SubscriptionView {
+    /// As this caller may see it.
+    fn seen_by(caller: &Caller, mut subscription: Subscription) -> Self {
+        if caller.may(Scope::Operate).is_err() {
+            subscription.url = shortened(&subscription.url);
+        }
+        subscription.into()
+    }
+}
+
+/// A URL without what may be a secret in it: its path and query.
+fn shortened(url: &str) -> String {
+    match url::Url::parse(url) {
+        Ok(url) if url.path() == "/" && url.query().is_none() => url.origin().ascii_serialization(),
+        Ok(url) => format!("{}/…", url.origin().ascii_serialization()),
+        Err(_) => "…".to_owned(),
+    }
 }
 
 impl From<Subscription> for SubscriptionView {
@@ -146,6 +167,7 @@ pub async fn subscribe(
 )]
 pub async fn subscriptions(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     query: Result<Query<PageQuery>, QueryRejection>,
 ) -> Result<Json<SubscriptionList>, Refusal> {
     let query = query?.0;
@@ -154,7 +176,8 @@ pub async fn subscriptions(
     let more = found.len() > limit as usize;
     found.truncate(limit as usize);
     let next_cursor = cursor(found.last().filter(|_| more).map(|s| s.id));
-    Ok(Json(SubscriptionList { items: found.into_iter().map(SubscriptionView::from).collect(), next_cursor }))
+    let items = found.into_iter().map(|one| SubscriptionView::seen_by(&caller, one)).collect();
+    Ok(Json(SubscriptionList { items, next_cursor }))
 }
 
 /// One subscription
@@ -162,10 +185,14 @@ pub async fn subscriptions(
     get, path = "/v1/subscriptions/{id}", tag = "webhooks", params(("id" = i64, Path)),
     responses((status = 200, description = "It", body = SubscriptionView))
 )]
-pub async fn subscription(State(app): State<Arc<App>>, path: Id) -> Result<Json<SubscriptionView>, Refusal> {
+pub async fn subscription(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Id,
+) -> Result<Json<SubscriptionView>, Refusal> {
     let id = id_of(path)?;
     let found = app.webhooks.subscription(id).await?.ok_or_else(|| no("subscription", id))?;
-    Ok(Json(found.into()))
+    Ok(Json(SubscriptionView::seen_by(&caller, found)))
 }
 
 /// Tells a key that was left out from one that is null.

@@ -1,0 +1,105 @@
+//! No secret stands in the configuration in plain text: what looks like one is refused, and where to keep it is said instead.
+//! What is refused is never repeated.
+
+use url::Url;
+
+use crate::secret;
+
+const KEEP: &str = "write where it is kept instead: \"env:NAME\", \"file:PATH\" or \"exec:COMMAND\"";
+
+/// Words that make a header, or a parameter of a URL, one that carries a secret.
+const SECRET: [&str; 13] = [
+    "auth",
+    "authorization",
+    "authentication",
+    "bearer",
+    "cookie",
+    "credential",
+    "credentials",
+    "passwd",
+    "password",
+    "secret",
+    "session",
+    "sig",
+    "token",
+];
+/// The same within a longer word.
+const WITHIN: [&str; 7] = ["apikey", "api-key", "api_key", "accesskey", "access-key", "access_key", "signature"];
+/// How values of well-known secrets begin.
+const VALUES: [&str; 8] = ["bearer ", "basic ", "pr_", "whsec_", "ghp_", "glpat-", "sk_live_", "xoxb-"];
+
+fn is_secret(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| SECRET.contains(&word))
+        || WITHIN.iter().any(|word| name.contains(word))
+        || ["token", "secret", "password"].iter().any(|word| name.contains(word))
+}
+
+/// A header's value, read where it is kept.
+pub fn header(name: &str, value: &str) -> Result<String, String> {
+    let known = VALUES.iter().any(|start| value.get(..start.len()).is_some_and(|v| v.eq_ignore_ascii_case(start)));
+    if (is_secret(name) || known) && !secret::is_reference(value) {
+        return Err(format!("{name} looks like a secret; {KEEP}"));
+    }
+    secret::resolve(value)
+}
+
+/// A URL as it was written: without credentials, which nobody would send, and without a secret in its query unless it is
+/// kept elsewhere.
+pub fn url(key: &str, text: &str) -> Result<(), String> {
+    let resolved = secret::resolve(text)?;
+    // What is no URL is refused by whoever reads it.
+    let Ok(url) = Url::parse(&resolved) else { return Ok(()) };
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(format!(
+            "{key} has credentials in it, which are not sent; send them as a header: headers = {{ Authorization = \"env:NAME\" }}"
+        ));
+    }
+    match url.query_pairs().find(|(name, _)| is_secret(name)) {
+        Some((name, _)) if !secret::is_reference(text) => {
+            Err(format!("the parameter `{name}` of {key} looks like a secret; for the whole URL, {KEEP}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_looks_like_a_secret_is_refused_and_not_repeated() {
+        for (name, value) in [
+            ("Authorization", "canary"),
+            ("X-Api-Key", "canary"),
+            ("x-auth", "canary"),
+            ("X-Auth-Email", "canary"),
+            ("X-GitHub-Token", "canary"),
+            ("X-Hub-Signature-256", "canary"),
+            ("Cookie", "canary"),
+            ("X-Anything", "Bearer canary"),
+            ("X-Anything", "basic canary"),
+            ("X-Anything", "whsec_canary"),
+        ] {
+            let refused = header(name, value).unwrap_err();
+            assert!(refused.contains("env:NAME") && !refused.contains("canary"), "{name}: {refused}");
+        }
+        for (name, value) in [("X-Author", "ann"), ("X-Source", "erp"), ("X-Key", "a"), ("Accept", "text/plain")] {
+            assert_eq!(header(name, value).as_deref(), Ok(value), "{name}");
+        }
+        assert_eq!(header("Authorization", "exec:echo hush").as_deref(), Ok("hush"));
+        for bad in [
+            "https://u:canary@h.example/",
+            "https://canary@h.example/",
+            "https://h/?token=canary",
+            "https://h/?api_key=canary",
+        ] {
+            let refused = url("url", bad).unwrap_err();
+            assert!(!refused.contains("canary"), "{refused}");
+        }
+        assert!(url("url", "exec:echo https://u:canary@h.example/").is_err(), "they would not be sent");
+        for good in ["https://h.example/a?q=1", "exec:echo https://h.example/?token=x", "no url"] {
+            assert_eq!(url("url", good), Ok(()), "{good}");
+        }
+    }
+}
