@@ -3,6 +3,7 @@
 
 use axum::http::StatusCode;
 use postrider::Outbox;
+use postrider::store::Status;
 use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Scope as Reach, Stored};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -11,6 +12,9 @@ use crate::gate::GateRules;
 use crate::http::{Caller, Refusal};
 use crate::metrics;
 use crate::tokens::Scope;
+
+/// Without these no memory is taken.
+const NEEDED: [&str; 3] = ["store", "audit", "outbox"];
 
 /// What a caller is answered.
 pub struct Answered {
@@ -62,7 +66,7 @@ pub const TOOLS: [Tool; 6] = [
                     "evidence_refs": { "type": "array", "items": { "type": "string" }, "description": "Where it comes from: URIs like mr://project/123 or git://repo/SHA" },
                     "meta_json": { "type": "object", "description": "Anything else to keep with it" },
                     "actor_user_id": { "type": "string", "description": "On whose behalf it is stored" },
-                    "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities the gate may leave out" }
+                    "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities to do without: with openmemory the memory is queued at once" }
                 },
                 "required": ["payload_md"],
                 "additionalProperties": false
@@ -109,13 +113,13 @@ pub const TOOLS: [Tool; 6] = [
     },
     Tool {
         name: "outbox_requeue",
-        title: "Bring dead messages back",
-        about: "Give messages that were given up (`dead`) another try, by their ids. Only after what made them fail has been corrected.",
+        title: "Try messages again",
+        about: "Give messages another try, by their ids. What was given up (`dead`) comes back: only after what made it fail has been corrected. What still waits, like a deferred memory, is tried now instead of later (`retried`).",
         input: || {
             json!({
                 "type": "object",
                 "properties": {
-                    "ids": { "type": "array", "items": { "type": "integer" }, "minItems": 1, "maxItems": 1000, "description": "Ids of dead messages" }
+                    "ids": { "type": "array", "items": { "type": "integer" }, "minItems": 1, "maxItems": 1000, "description": "Ids of messages, like the outbox_id of a deferred memory" }
                 },
                 "required": ["ids"],
                 "additionalProperties": false
@@ -215,7 +219,11 @@ impl Tools {
         correlation_id: &str,
     ) -> Answered {
         let answered = self.try_call(caller, name, arguments, correlation_id).await;
-        answered.unwrap_or_else(|refusal| Answered::refused(refusal, correlation_id))
+        let mut answered = answered.unwrap_or_else(|refusal| Answered::refused(refusal, correlation_id));
+        if let Some(body) = answered.body.as_object_mut() {
+            body.entry("correlation_id").or_insert_with(|| json!(correlation_id));
+        }
+        answered
     }
 
     async fn try_call(
@@ -270,11 +278,12 @@ impl Tools {
     }
 
     async fn store(&self, arguments: StoreArguments, correlation_id: &str) -> Result<Answered, Refusal> {
-        // The gate never refuses a store, so there is nothing to skip; a name it does not know is a mistake all the same.
         let skip = arguments.skip.unwrap_or_default();
-        GateRules::default()
-            .with(&skip)
-            .map_err(|why| Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", why))?;
+        let wrong = |why: String| Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", why);
+        GateRules::default().with(&skip).map_err(wrong)?;
+        if let Some(needed) = skip.iter().find(|name| NEEDED.contains(&name.as_str())) {
+            return Err(wrong(format!("a store cannot do without `{needed}`: nothing is written unaudited or lost")));
+        }
         let memory = NewMemory {
             payload_md: arguments.payload_md,
             target_space: arguments.target_space,
@@ -283,6 +292,7 @@ impl Tools {
             evidence_refs: arguments.evidence_refs.unwrap_or_default(),
             actor_user_id: arguments.actor_user_id,
             correlation_id: correlation_id.to_owned(),
+            skip_openmemory: skip.iter().any(|name| name == "openmemory"),
         };
         let answer = self.memories()?.store(memory).await;
         if let Some(meters) = &self.meters {
@@ -325,9 +335,18 @@ impl Tools {
                 continue;
             };
             caller.may_use(&shown.lane)?;
-            let requeued = match &self.memories {
-                Some(memories) if shown.lane == LANE => memories.requeue(&[id]).await?,
-                _ => self.outbox.requeue(vec![id]).await?,
+            let memories = self.memories.as_ref().filter(|_| shown.lane == LANE);
+            if shown.status != Status::Dead {
+                let retried = match memories {
+                    Some(memories) => memories.retry(id).await?,
+                    None => self.outbox.retry(id).await?,
+                };
+                results.push(json!({ "id": id, "outcome": retried }));
+                continue;
+            }
+            let requeued = match memories {
+                Some(memories) => memories.requeue(&[id]).await?,
+                None => self.outbox.requeue(vec![id]).await?,
             };
             results.push(json!({ "id": id, "outcome": requeued.first() }));
         }

@@ -123,7 +123,7 @@ async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
 }
 
 /// A page of another site, open in a browser on this machine, must not act for its user.
-fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
+pub fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
     let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.contains(']') { host } else { name });
     // Another name for this machine is how a page gets around the rule on origins.

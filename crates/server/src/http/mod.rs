@@ -14,6 +14,7 @@ mod orders;
 mod outbox;
 mod reference;
 mod request;
+mod scrape;
 mod session;
 mod webhooks;
 
@@ -48,6 +49,7 @@ pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
 pub use orders::ledger_view;
+pub use scrape::Scrape;
 
 /// Every request is answered within this time, or told that it was not.
 const DEADLINE: Duration = Duration::from_secs(15);
@@ -227,6 +229,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         Scope::Operate,
         OpenApiRouter::new()
             .routes(routes!(outbox::requeue))
+            .routes(routes!(outbox::retry))
             .routes(routes!(bulk::requeue_many))
             .routes(routes!(outbox::pause))
             .routes(routes!(outbox::resume))
@@ -317,7 +320,17 @@ async fn frame(mut request: Request, next: Next) -> Response {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = if has_nul(&request) {
+    let told = id.to_str().unwrap_or_default().to_owned();
+    let mut response = error::CORRELATED.scope(told, answer(request, next)).await;
+    let headers = response.headers_mut();
+    headers.insert(CORRELATION_ID, id);
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+async fn answer(request: Request, next: Next) -> Response {
+    if has_nul(&request) {
         // No text of ours has one, and only some databases could even be asked.
         Refusal::invalid("the address contains a NUL character (%00)").into_response()
     } else if too_large(&request) {
@@ -329,12 +342,7 @@ async fn frame(mut request: Request, next: Next) -> Response {
             let what = "the request was not done within its deadline; whether it was written is unknown";
             Refusal::new(StatusCode::REQUEST_TIMEOUT, "TIMEOUT", what).into_response()
         })
-    };
-    let headers = response.headers_mut();
-    headers.insert(CORRELATION_ID, id);
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+    }
 }
 
 fn has_nul(request: &Request) -> bool {

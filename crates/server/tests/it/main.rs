@@ -24,6 +24,7 @@ mod outage;
 mod readers;
 mod receiver;
 mod requeue;
+mod roles;
 mod scm;
 mod scratch;
 mod secrets;
