@@ -203,7 +203,7 @@ fn served(users: &Users<'_>, receiver: &Receiver, well: &AtomicBool) {
 
 /// One right of each role: without it the round fails, and with it again it does not.
 const TAKEN: [(&str, &str); 8] = [
-    ("SELECT ON webhook_state", "postrider_router"),
+    ("SELECT ON webhook_state", "postrider_ingest, postrider_router"),
     ("INSERT ON events", "postrider_ingest"),
     ("INSERT ON webhook_delivery_sagas", "postrider_router"),
     ("DELETE ON webhook_results", "postrider_saga"),
