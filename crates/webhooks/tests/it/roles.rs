@@ -7,7 +7,7 @@ use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription, Requeued, 
 use crate::harness::{Home, mysql, open_migrated, postgres, settings, sqlite, wait_until, worker};
 use crate::receiver::{Receiver, status_line};
 
-const TABLES: [&str; 17] = [
+const TABLES: [&str; 20] = [
     "events",
     "subscriptions",
     "subscription_gates",
@@ -20,6 +20,9 @@ const TABLES: [&str; 17] = [
     "webhook_keys",
     "outbox_alerts",
     "postrider_meta",
+    "postrider_migrations",
+    "outbox_lanes",
+    "outbox_pauses",
     "outbox",
     "outbox_done",
     "outbox_attempts",
@@ -37,6 +40,9 @@ fn column(table: &str) -> &'static str {
         "outbox_alerts" => "seen_until",
         "webhook_attempts" | "webhook_results" => "error_code",
         "outbox" | "outbox_done" => "target",
+        "postrider_migrations" => "name",
+        "outbox_lanes" => "owned_by",
+        "outbox_pauses" => "lane",
         "outbox_attempts" => "code",
         "outbox_keys" => "digest",
         "dead_letters" => "final_error_code",

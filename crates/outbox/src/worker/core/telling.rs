@@ -52,7 +52,7 @@ macro_rules! tell {
             status = $status,
             attempts = $line.attempts,
             latency_ms = $line.latency_ms,
-            idempotency_key_hash = $line.key.as_deref(),
+            idempotency_key = $line.key.as_deref(),
             $($field)*
         )
     };
