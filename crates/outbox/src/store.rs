@@ -178,7 +178,7 @@ pub struct Shown {
     /// Who holds it, or held it last and never came back. An outcome ends it.
     pub locked_by: Option<String>,
     pub locked_at: Option<Timestamp>,
-    /// Who holds it, or held it when it ended.
+    /// Who holds it, or held it when it ended; and since when: its claim, or its last renewal.
     pub claimed_by: Option<String>,
     pub claimed_at: Option<Timestamp>,
     pub target: Option<String>,

@@ -19,6 +19,10 @@ const OF_WEBHOOKS: [(&str, &str, &[&str]); 2] = [
     ("postrider_admin", "api_tokens", &["SELECT"]),
 ];
 
+/// The sequences a table's ids come from, on PostgreSQL.
+const SEQUENCES: &str = "SELECT s.oid::regclass::text FROM pg_class s JOIN pg_depend d ON d.objid = s.oid
+     WHERE s.relkind = 'S' AND d.refobjid = to_regclass(?::text)";
+
 /// Makes the roles and gives them their rights; answers their names. Running it again changes nothing.
 pub async fn make(outbox: &Outbox, webhooks: &Webhooks) -> Result<Vec<&'static str>> {
     let mut names = webhooks.make_roles().await?;
@@ -31,6 +35,11 @@ pub async fn make(outbox: &Outbox, webhooks: &Webhooks) -> Result<Vec<&'static s
                 let schema = tx.query("SELECT quote_ident(current_schema())", &[]).await?;
                 let schema = schema.first().map(|row| row.text(0)).transpose()?.unwrap_or_else(|| "public".to_owned());
                 tx.execute(&format!("GRANT USAGE ON SCHEMA {schema} TO {SERVER}"), &[]).await?;
+                for table in tables(Dialect::Postgres) {
+                    for row in tx.query(SEQUENCES, &[table.into()]).await? {
+                        tx.execute(&format!("GRANT USAGE ON SEQUENCE {} TO {SERVER}", row.text(0)?), &[]).await?;
+                    }
+                }
             }
             Ok(())
         })

@@ -261,7 +261,7 @@ pub struct MessageView {
     /// Who holds it, or held it last and never came back. An outcome ends it.
     locked_by: Option<String>,
     locked_at: Option<String>,
-    /// Who holds it, or held it when it ended.
+    /// Who holds it, or held it when it ended; since its claim, or its last renewal.
     claimed_by: Option<String>,
     claimed_at: Option<String>,
     target: Option<String>,

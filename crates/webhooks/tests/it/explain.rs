@@ -11,9 +11,9 @@ const INDEXES: [&[&str]; 8] = [
     &["idx_saga_status_retry"],
     &["idx_saga_subscription"],
     &["idx_saga_subscription"],
-    &["idx_saga_subscription"],
+    &["idx_saga_subscription", "idx_saga_in_progress"],
     &["idx_gates_waiting", "idx_gates_parked"],
-    &["idx_saga_in_progress", "idx_saga_status"],
+    &["idx_saga_in_progress", "idx_saga_status", "idx_saga_status_retry"],
     &["idx_gates_held"],
 ];
 

@@ -176,6 +176,9 @@ async fn a_subscription_has_a_limit_of_its_own(home: Home) {
     }
 }
 
+/// Beside them there may be an alert.
+const JOBS: &str = "outbox WHERE lane = 'webhooks'";
+
 async fn nothing_is_started_before_its_time_nor_after_its_end(home: Home) {
     let receiver = Receiver::with_status(500).await;
     home.subscribe_with(&receiver.url, &["*"], |s| {
@@ -188,14 +191,14 @@ async fn nothing_is_started_before_its_time_nor_after_its_end(home: Home) {
     for _ in 0..3 {
         home.webhooks.pass().await.unwrap();
     }
-    assert_eq!((home.status(sagas[0]).await.as_str(), home.count("outbox").await), ("PendingRetry", 0), "not yet");
+    assert_eq!((home.status(sagas[0]).await.as_str(), home.count(JOBS).await), ("PendingRetry", 0), "not yet");
     home.rows("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at").await;
     home.ends(sagas[0], "DeadLettered").await;
     drop(working);
     for _ in 0..3 {
         home.webhooks.pass().await.unwrap();
     }
-    assert_eq!((home.count("outbox").await, home.count("webhook_attempts").await), (0, 2), "no job for what has ended");
+    assert_eq!((home.count(JOBS).await, home.count("webhook_attempts").await), (0, 2), "no job for what has ended");
 }
 
 /// The orchestrator sends nothing and calls nobody: it has neither an HTTP client nor a courier.
