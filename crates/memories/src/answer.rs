@@ -161,7 +161,9 @@ pub(crate) fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
         }
         Ok(Ended::Queued { outbox_id, again, why }) => {
             let message = match why.ends_with(SKIPPED) {
-                true => format!("OpenMemory was left out, as asked ({why}); the memory is queued and will be written later"),
+                true => {
+                    format!("OpenMemory was left out, as asked ({why}); the memory is queued and will be written later")
+                }
                 false => format!("OpenMemory is not available ({why}); the memory is queued and will be written later"),
             };
             Stored { outbox_id: Some(outbox_id), again, deduplicated: again, ..blank(Action::Deferred, message) }

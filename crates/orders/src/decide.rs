@@ -163,7 +163,9 @@ pub fn left_a_doubt(attempts: &[Past]) -> bool {
         let (code, error) = (past.code.as_deref().unwrap_or_default(), past.error.as_deref().unwrap_or_default());
         match code {
             _ if past.kind == "dead" && error == SETTLED => false,
-            "BROKER_TIMEOUT" | "BROKER_5XX" | "BROKER_UNKNOWN" | "INTERNAL_ERROR" => doubt || !error.starts_with(NOTHING_DONE),
+            "BROKER_TIMEOUT" | "BROKER_5XX" | "BROKER_UNKNOWN" | "INTERNAL_ERROR" => {
+                doubt || !error.starts_with(NOTHING_DONE)
+            }
             _ => doubt,
         }
     })

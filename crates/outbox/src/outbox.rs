@@ -21,7 +21,9 @@ use crate::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdi
 use crate::paging::Page;
 use crate::pulse::Pulse;
 use crate::requeue::{self, Died, Held};
-use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, transact};
+use crate::store::{
+    Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, transact,
+};
 use crate::stores::{self, Options};
 use crate::time::Timestamp;
 use crate::tx::Tx;

@@ -129,7 +129,11 @@ impl Meters {
         let r = &mut registry;
         Meters {
             claimed: kept(r, "outbox_claimed", "Messages claimed"),
-            processed: kept(r, "outbox_processed", "Outcomes by what they were; db_timeout and db_error: not recorded at the first try"),
+            processed: kept(
+                r,
+                "outbox_processed",
+                "Outcomes by what they were; db_timeout and db_error: not recorded at the first try",
+            ),
             retries: kept(r, "outbox_retry", "Outcomes that wait for another attempt, by attempt"),
             expired: kept(r, "outbox_lock_lease_expired", "Messages taken over from a worker that never came back"),
             held: kept(r, "outbox_held", "Messages this process holds"),

@@ -82,7 +82,9 @@ mod tests {
     fn the_rest_is_everything_but_webhooks() {
         for dialect in [Dialect::Postgres, Dialect::Mysql] {
             let tables = tables(dialect);
-            for table in ["outbox", "outbox_done", "outbox_keys", "inbox", "api_tokens", "workers", "idempo_ledger", "kv"] {
+            for table in
+                ["outbox", "outbox_done", "outbox_keys", "inbox", "api_tokens", "workers", "idempo_ledger", "kv"]
+            {
                 assert!(tables.contains(&table), "{table}: {tables:?}");
             }
             for table in ["events", "subscriptions", "webhook_results", "webhook_delivery_sagas"] {

@@ -3,7 +3,8 @@
 
 use axum::http::StatusCode;
 use postrider::Outbox;
-use postrider::store::Status;
+use postrider::error::Kind;
+use postrider::store::{Requeued, Retried, Status};
 use postrider_memories::{Action, LANE, Memories, NewMemory, Question, Scope as Reach, Stored};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -114,7 +115,7 @@ pub const TOOLS: [Tool; 6] = [
     Tool {
         name: "outbox_requeue",
         title: "Try messages again",
-        about: "Give messages another try, by their ids. What was given up (`dead`) comes back: only after what made it fail has been corrected. What still waits, like a deferred memory, is tried now instead of later (`retried`).",
+        about: "Give messages another try, by their ids. What was given up (`dead`) comes back: only after what made it fail has been corrected. What still waits, like a deferred memory, is tried now instead of later (`retried: true`).",
         input: || {
             json!({
                 "type": "object",
@@ -338,10 +339,14 @@ impl Tools {
             let memories = self.memories.as_ref().filter(|_| shown.lane == LANE);
             if shown.status != Status::Dead {
                 let retried = match memories {
-                    Some(memories) => memories.retry(id).await?,
-                    None => self.outbox.retry(id).await?,
+                    Some(memories) => memories.retry(id).await,
+                    None => self.outbox.retry(id).await,
                 };
-                results.push(json!({ "id": id, "outcome": retried }));
+                let retried = match retried {
+                    Err(error) if error.kind == Kind::LaneOwned => false,
+                    retried => retried? == Retried::Retried,
+                };
+                results.push(json!({ "id": id, "outcome": Requeued::NotDead, "retried": retried }));
                 continue;
             }
             let requeued = match memories {

@@ -105,7 +105,8 @@ async fn an_adapter_that_fails_without_a_reason_is_tried_again(ground: Ground) {
     home.work_until("once", "succeeded").await;
     assert_eq!((home.broker.executions("once"), home.broker.sends()), (1, 2));
     let history = home.rows(&format!("SELECT kind, code FROM outbox_attempts WHERE outbox_id = {id}")).await;
-    let history: Vec<(String, String)> = history.iter().map(|row| (row.text(0).unwrap(), row.text(1).unwrap())).collect();
+    let history: Vec<(String, String)> =
+        history.iter().map(|row| (row.text(0).unwrap(), row.text(1).unwrap())).collect();
     assert_eq!(history, [("retry".to_owned(), "INTERNAL_ERROR".to_owned())]);
 
     home.broker.next(&[Act::Panic, Act::Panic, Act::Panic]);

@@ -79,7 +79,8 @@ fn guard(db: &Database, id: i64, aloud: bool) -> (String, &'static str) {
     match (db.dialect, aloud) {
         (Dialect::Sqlite, _) => {
             let what = if aloud { "RAISE(ABORT, 'not this one')" } else { "RAISE(IGNORE)" };
-            let sql = format!("CREATE TRIGGER guard BEFORE UPDATE ON outbox WHEN OLD.id = {id} BEGIN SELECT {what}; END");
+            let sql =
+                format!("CREATE TRIGGER guard BEFORE UPDATE ON outbox WHEN OLD.id = {id} BEGIN SELECT {what}; END");
             (sql, "DROP TRIGGER guard")
         }
         (Dialect::Postgres, _) => {
@@ -151,9 +152,8 @@ async fn ack_sent_ends_a_message_and_clears_its_lock(db: Database) {
 async fn fail_retry_counts_and_waits_as_it_was_told(db: Database) {
     let id = db.put("memory", "x").await;
     let lease = db.claim_one("memory", "w").await.lease();
-    let fail = async |owner: &str| {
-        db.outbox.fail_retry("memory", owner, lease, "HTTP_503", "busy", secs(120)).await.unwrap()
-    };
+    let fail =
+        async |owner: &str| db.outbox.fail_retry("memory", owner, lease, "HTTP_503", "busy", secs(120)).await.unwrap();
     assert_eq!(fail("other").await, Settled::LeaseLost);
     let before = db.outbox.now().await.unwrap();
     assert_eq!(fail("w").await, Settled::Applied);
@@ -212,7 +212,9 @@ async fn a_renewed_message_is_not_stuck_in_the_view_of_orders(db: Database) {
                 let since = tx.now().plus(-120_000_000, &mut params);
                 // On SQLite the view tells times as text, for people.
                 let sql = match tx.dialect() {
-                    Dialect::Sqlite => format!("SELECT id FROM outbox WHERE locked_by IS NOT NULL AND locked_at < {since}"),
+                    Dialect::Sqlite => {
+                        format!("SELECT id FROM outbox WHERE locked_by IS NOT NULL AND locked_at < {since}")
+                    }
                     _ => format!("SELECT id FROM outbox_orders WHERE status = 'sending' AND locked_at < {since}"),
                 };
                 tx.query(&sql, &params).await
@@ -280,11 +282,10 @@ async fn retry_makes_what_waits_due_and_leaves_the_rest(db: Database) {
     assert!(db.claim("a", "w", 1).await.is_empty());
     assert_eq!(retry_of(waits).await, Retried::Retried);
     assert_eq!(db.claim_one("a", "w").await.id, waits);
-    assert_eq!([retry_of(leased).await, retry_of(ended).await, retry_of(999).await], [
-        Retried::Leased,
-        Retried::Ended,
-        Retried::Ended
-    ]);
+    assert_eq!(
+        [retry_of(leased).await, retry_of(ended).await, retry_of(999).await],
+        [Retried::Leased, Retried::Ended, Retried::Ended]
+    );
     assert_eq!(db.settle("b", "w", lease, retry(secs(500))).await, Settled::Applied);
     let shown = db.show(leased).await;
     assert_eq!(retry_of(leased).await, Retried::Retried);
@@ -295,7 +296,8 @@ async fn retry_makes_what_waits_due_and_leaves_the_rest(db: Database) {
 }
 
 async fn no_more_are_delivered_side_by_side_than_the_lane_allows(db: Database) {
-    let (now, most, done) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let (now, most, done) =
+        (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
     let messages = (0..40).map(|n| NewMessage::new("a", n.to_string()).target(n.to_string())).collect();
     db.outbox.enqueue(messages).await.unwrap();
     let (running, peak, ended) = (now.clone(), most.clone(), done.clone());
@@ -317,7 +319,12 @@ async fn no_more_are_delivered_side_by_side_than_the_lane_allows(db: Database) {
         }
     });
     let settings = LaneSettings { concurrency: 4, batch: 32, ..LaneSettings::new("a") };
-    Worker::new(db.outbox.clone()).lane_with(settings, Arc::new(slow)).once().run(std::future::pending()).await.unwrap();
+    Worker::new(db.outbox.clone())
+        .lane_with(settings, Arc::new(slow))
+        .once()
+        .run(std::future::pending())
+        .await
+        .unwrap();
     assert_eq!((most.load(Ordering::SeqCst), done.load(Ordering::SeqCst)), (4, 40));
 }
 
@@ -368,7 +375,8 @@ fn core_at_work() -> Core {
 }
 
 fn begun(commands: &[Command]) -> Vec<i64> {
-    let begun = |command: &Command| if let Command::Deliver { message, .. } = command { Some(message.id) } else { None };
+    let begun =
+        |command: &Command| if let Command::Deliver { message, .. } = command { Some(message.id) } else { None };
     commands.iter().filter_map(begun).collect()
 }
 
@@ -376,7 +384,9 @@ fn begun(commands: &[Command]) -> Vec<i64> {
 fn a_delivery_with_less_than_a_third_of_its_lease_left_is_renewed_first() {
     let mut core = core_at_work();
     let commands = core.step(at(22));
-    let renewal = |command: &Command| if let Command::Renew { op, leases, .. } = command { Some((*op, leases.len())) } else { None };
+    let renewal = |command: &Command| {
+        if let Command::Renew { op, leases, .. } = command { Some((*op, leases.len())) } else { None }
+    };
     let (op, leases) = commands.iter().find_map(renewal).expect("a renewal at a third of the lease");
     assert_eq!(leases, 2, "of all it holds");
     // The database takes its time, and the first delivery too: of the second lease 11 of 60 seconds are left.

@@ -33,7 +33,10 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
         let id = assert_deferred(&answer);
         assert_eq!(answer["correlation_id"], json!(header));
         let message = answer["message"].as_str().unwrap();
-        assert!(message.contains("openmemory_write_failed:") && message.contains("queued"), "it names the cause: {message}");
+        assert!(
+            message.contains("openmemory_write_failed:") && message.contains("queued"),
+            "it names the cause: {message}"
+        );
 
         let pending = "outbox_memory WHERE status = 'pending'";
         assert_eq!(home.number(&format!("SELECT COUNT(*) FROM {pending}")), 1);
@@ -44,7 +47,10 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
             assert_eq!(rows.len(), 1, "as it is printed");
         }
         let row = audit(&server, id);
-        assert_eq!((&row["action"], &row["status"], &row["reason"]), (&json!("redirect"), &json!("redirected"), &json!(why)));
+        assert_eq!(
+            (&row["action"], &row["status"], &row["reason"]),
+            (&json!("redirect"), &json!("redirected"), &json!(why))
+        );
         let evidence = match &row["evidence_refs_json"] {
             Value::String(text) => serde_json::from_str(text).unwrap(),
             other => other.clone(),
@@ -61,7 +67,11 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
 
         // The project's settings are there from its first store on, and allow everything.
         let settings = home.rows("SELECT project_key, team_write_enabled, updated_by FROM governance_settings");
-        assert_eq!((settings.len(), settings[0][0].as_str(), settings[0][2].as_str()), (1, "test", "default"), "{settings:?}");
+        assert_eq!(
+            (settings.len(), settings[0][0].as_str(), settings[0][2].as_str()),
+            (1, "test", "default"),
+            "{settings:?}"
+        );
 
         memory.start_again(&home);
         home.run(&["memory", "flush"]).done();
@@ -150,7 +160,7 @@ fn a_deferred_memory_can_be_tried_now() {
         assert_eq!(answer, json!({"id": ids[0], "outcome": "retried"}));
         let tool = json!({"tool": "outbox_requeue", "arguments": {"ids": [ids[1]]}});
         let answer = post(&server, "/mcp", &tool).answered(200).json();
-        assert_eq!(answer["results"], json!([{"id": ids[1], "outcome": "retried"}]), "{answer}");
+        assert_eq!(answer["results"], json!([{"id": ids[1], "outcome": "not_dead", "retried": true}]), "{answer}");
         for id in &ids {
             wait_until("it is written", || home.show(*id)["status"] == "sent");
         }

@@ -446,9 +446,13 @@ fn is_a_test(root: &Path, name: &str) -> bool {
     };
     let attribute = before.trim_end_matches("async ").trim_end().lines().last().unwrap_or_default().trim();
     let is_test = attribute.starts_with("#[test]") || attribute.starts_with("#[tokio::test");
-    is_test || text.split("on_every_store!").nth(1).is_some_and(|cases| {
-        cases.split(['}', ')']).next().is_some_and(|cases| cases.split([',', '{', '(']).any(|case| case.trim() == test))
-    })
+    is_test
+        || text.split("on_every_store!").nth(1).is_some_and(|cases| {
+            cases
+                .split(['}', ')'])
+                .next()
+                .is_some_and(|cases| cases.split([',', '{', '(']).any(|case| case.trim() == test))
+        })
 }
 
 #[test]

@@ -132,7 +132,10 @@ fn a_worker_shows_its_numbers_with_their_labels() {
 fn a_lease_that_ran_out_is_counted_where_it_is_taken_over() {
     let receiver = Receiver::start(|request| (request.header("postrider-lease-token") != "1").then_some(200));
     let home = Home::sqlite();
-    home.write("postrider.toml", &http_lane(&receiver, "timeout_ms = 600000\nlock_lease_sec = 1\npoll_interval_sec = 0.05\n"));
+    home.write(
+        "postrider.toml",
+        &http_lane(&receiver, "timeout_ms = 600000\nlock_lease_sec = 1\npoll_interval_sec = 0.05\n"),
+    );
     let id = home.enqueue(&["work", "--payload", "x", "--json"]);
     let dies = Worker::start(&home, "first", &["--lane", "work"], &[]);
     wait_until("it is being sent", || receiver.requests().len() == 1);
@@ -185,7 +188,10 @@ fn every_outcome_of_an_order_is_one_line_with_its_fields() {
     let count = answers.clone();
     let broker = Receiver::answering(move |_| match count.fetch_add(1, Ordering::SeqCst) {
         0 => (500, String::new()),
-        1 => (200, r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":3,"ts":"2026-01-01T00:00:00Z"}]}"#.to_owned()),
+        1 => (
+            200,
+            r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":3,"ts":"2026-01-01T00:00:00Z"}]}"#.to_owned(),
+        ),
         _ => (400, String::new()),
     });
     let home = Home::sqlite();
@@ -195,7 +201,8 @@ fn every_outcome_of_an_order_is_one_line_with_its_fields() {
     );
     home.write("postrider.toml", &config);
     home.run(&["migrate"]).done();
-    let place = |key: &str| home.run(&["orders", "place", "--key", key, "--payload", &order(3), "--json"]).done().json();
+    let place =
+        |key: &str| home.run(&["orders", "place", "--key", key, "--payload", &order(3), "--json"]).done().json();
     let id = place("canary-key")["outbox_id"].clone();
     let work = || home.run(&["--log", "json", "worker", "--once", "--lane", "orders"]).stderr;
     let log = work();
@@ -249,8 +256,12 @@ fn the_variables_of_the_environment_do_what_they_are_named_for() {
     });
     // What the file says would not end within the test's patience.
     let home = Home::sqlite();
-    let slow = "timeout_ms = 600000\npoll_interval_sec = 900\nlock_lease_sec = 900\nmax_attempts = 900\nbackoff_sec = [900]\n";
-    let orders = format!("[orders]\nadapter = \"http\"\nurl = \"{}\"\ntimeout_ms = 600000\nidempotency = \"key\"\n", receiver.url);
+    let slow =
+        "timeout_ms = 600000\npoll_interval_sec = 900\nlock_lease_sec = 900\nmax_attempts = 900\nbackoff_sec = [900]\n";
+    let orders = format!(
+        "[orders]\nadapter = \"http\"\nurl = \"{}\"\ntimeout_ms = 600000\nidempotency = \"key\"\n",
+        receiver.url
+    );
     home.write("postrider.toml", &format!("{}{orders}", http_lane(&receiver, slow)));
     home.run(&["migrate"]).done();
     let with = |args: &[&str], environment: &[(&str, &str)]| {
@@ -270,7 +281,8 @@ fn the_variables_of_the_environment_do_what_they_are_named_for() {
     with(&["worker", "--once", "--lane", "work"], &[("OUTBOX_MAX_ATTEMPTS", "2")]);
 
     // Found by a poll: another process enqueues, and SQLite notifies nobody.
-    let environment = [("OUTBOX_POLL_INTERVAL_SEC", "0.05"), ("OUTBOX_LOCK_LEASE_SEC", "7"), ("OUTBOX_CONCURRENCY", "2")];
+    let environment =
+        [("OUTBOX_POLL_INTERVAL_SEC", "0.05"), ("OUTBOX_LOCK_LEASE_SEC", "7"), ("OUTBOX_CONCURRENCY", "2")];
     let worker = Worker::start(&home, "log", &["--lane", "work"], &environment);
     wait_until("it has begun", || worker.log().contains("worker started"));
     for _ in 0..6 {
@@ -292,7 +304,13 @@ fn the_variables_of_the_environment_do_what_they_are_named_for() {
     // The broker takes it and says nothing: its body is no word of ours, so it is answered.
     drop(receiver);
     let silent = Receiver::start(|_| None);
-    home.write("postrider.toml", &format!("[orders]\nadapter = \"http\"\nurl = \"{}\"\ntimeout_ms = 600000\nidempotency = \"key\"\n", silent.url));
+    home.write(
+        "postrider.toml",
+        &format!(
+            "[orders]\nadapter = \"http\"\nurl = \"{}\"\ntimeout_ms = 600000\nidempotency = \"key\"\n",
+            silent.url
+        ),
+    );
     with(&["worker", "--once", "--lane", "orders"], &[("BROKER_TIMEOUT_MS", "100")]).ended(1);
     assert_eq!(home.show(id)["last_error_code"], "BROKER_TIMEOUT");
     with(&["worker", "--once"], &[("BROKER_TIMEOUT_MS", "soon")]).refused(2, &["BROKER_TIMEOUT_MS"]);
@@ -315,7 +333,8 @@ fn the_status_of_orders_is_counted_as_it_is_printed() {
         place("waits", "[]");
         let mut rows = home.rows("SELECT status, count(*) FROM outbox_orders GROUP BY 1");
         rows.sort();
-        let expected = [["aborted", "1"], ["pending", "1"], ["succeeded", "2"]].map(|row| row.map(str::to_owned).to_vec());
+        let expected =
+            [["aborted", "1"], ["pending", "1"], ["succeeded", "2"]].map(|row| row.map(str::to_owned).to_vec());
         assert_eq!(rows, expected);
     }
 }
@@ -332,7 +351,10 @@ fn number(span: &Span, key: &str) -> f64 {
 fn broker_send_is_the_send_alone_with_its_round_trip() {
     let broker = Receiver::answering(|_| {
         std::thread::sleep(Duration::from_millis(150));
-        (200, r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":1,"ts":"2026-01-01T00:00:00Z"}]}"#.to_owned())
+        (
+            200,
+            r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":1,"ts":"2026-01-01T00:00:00Z"}]}"#.to_owned(),
+        )
     });
     let collector = Receiver::start(|_| Some(200));
     let home = Home::sqlite();

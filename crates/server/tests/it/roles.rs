@@ -1,8 +1,8 @@
 //! A whole round by real processes as users that own nothing, each in the roles docs/operating.md names for it: subscribed,
 //! published, delivered, dead-lettered, brought back, replayed and purged. And not without one of their rights.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 
@@ -143,7 +143,9 @@ impl Round<'_> {
         let subscribe = ["webhooks", "subscribe", &self.receiver.url, "--event-type", &kind];
         let made = users.done("postrider webhooks subscribe", &subscribe)?["id"].to_string();
         let count = |and: &str| {
-            users.home.number(&format!("SELECT COUNT(*) FROM webhook_delivery_sagas WHERE subscription_id = {made}{and}"))
+            users
+                .home
+                .number(&format!("SELECT COUNT(*) FROM webhook_delivery_sagas WHERE subscription_id = {made}{and}"))
         };
         let publish = ["webhooks", "publish", &kind, "--payload", "{}", "--external-id", &id];
         self.well.store(false, Ordering::SeqCst);
@@ -217,7 +219,8 @@ fn served(users: &Users<'_>, receiver: &Receiver, well: &AtomicBool) {
 /// Without orders, tokens and lanes of one's own the roles of webhooks are enough.
 fn served_by_seven(home: &Home, receiver: &Receiver) {
     let user = user("seven");
-    let seven: Vec<String> = processes().pop().unwrap().1.into_iter().filter(|role| role != "postrider_server").collect();
+    let seven: Vec<String> =
+        processes().pop().unwrap().1.into_iter().filter(|role| role != "postrider_server").collect();
     assert_eq!(seven.len(), 7);
     for sql in membership(home, &user, &seven) {
         home.execute(&sql);

@@ -366,7 +366,8 @@ fn subversion_is_read_revision_by_revision() {
         assert_eq!(memory.contents().len(), 6);
         let cursor = home.text("SELECT value_json FROM kv WHERE namespace = 'gateway.consume'");
         assert!(serde_json::from_str::<Value>(&cursor).unwrap()["last_processed_rev"] == 6, "{cursor}");
-        let keys = home.rows("SELECT namespace, kv.key FROM kv WHERE namespace <> 'gateway.upstream' ORDER BY namespace");
+        let keys =
+            home.rows("SELECT namespace, kv.key FROM kv WHERE namespace <> 'gateway.upstream' ORDER BY namespace");
         let keys: Vec<(&str, &str)> = keys.iter().map(|row| (row[0].as_str(), row[1].as_str())).collect();
         assert_eq!(keys, [("gateway.consume", "scm_consume:1"), ("scm.sync", "svn_cursor:1")]);
         let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");

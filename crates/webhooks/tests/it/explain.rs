@@ -99,7 +99,7 @@ async fn mysql_goes_by_indexes() {
     home.rows("ANALYZE TABLE webhook_delivery_sagas, subscription_gates").await;
     for (query, names) in QUERIES.into_iter().zip(INDEXES) {
         let sql = with_values(query, "'2030-01-01'", "'9999-12-31'");
-        for row in home.rows(&format!("EXPLAIN {sql}")).await {
+        for row in home.rows(&format!("EXPLAIN FORMAT=TRADITIONAL {sql}")).await {
             let (kind, key) = (row.opt_text(3).unwrap(), row.opt_text(5).unwrap());
             assert_ne!(kind.as_deref(), Some("ALL"), "{sql}");
             assert!(names.contains(&key.as_deref().unwrap_or("none")), "{sql} goes by {key:?}, not by {names:?}");

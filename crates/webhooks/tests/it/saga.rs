@@ -51,7 +51,9 @@ async fn no_sixth_status_and_no_second_saga(home: Home) {
              VALUES ({event}, 1, '{status}', 0, {now}, {now}, {generation})"
         )
     };
-    for (event, status) in ["Pending", "InProgress", "PendingRetry", "Completed", "DeadLettered"].into_iter().enumerate() {
+    for (event, status) in
+        ["Pending", "InProgress", "PendingRetry", "Completed", "DeadLettered"].into_iter().enumerate()
+    {
         home.rows(&insert(event as i64, status, 0)).await;
     }
     for status in ["Failed", "pending", "", "Leased"] {
@@ -111,7 +113,10 @@ async fn jobs_are_seen_pending_leased_completed_and_failed(home: Home) {
         rows.iter().map(|row| row.text(0).unwrap()).collect::<Vec<String>>()
     };
     let (_, sagas) = home.publish("a", "x").await;
-    assert_eq!((seen(sagas[0]).await, home.status(sagas[0]).await.as_str()), (vec!["Pending".to_owned()], "InProgress"));
+    assert_eq!(
+        (seen(sagas[0]).await, home.status(sagas[0]).await.as_str()),
+        (vec!["Pending".to_owned()], "InProgress")
+    );
     let _working = home.work();
     wait_until("it is leased", async || seen(sagas[0]).await == ["Leased"]).await;
     answers.store(true, Ordering::SeqCst);
@@ -138,7 +143,10 @@ async fn a_requeued_saga_begins_at_nought(home: Home) {
     let row = home.rows(&sql).await.remove(0);
     // A worker that is just stopping may have begun it already.
     assert!(["Pending", "InProgress"].contains(&row.text(0).unwrap().as_str()), "{row:?}");
-    assert_eq!((row.int(1).unwrap(), row.int(2).unwrap(), row.opt_text(3).unwrap(), row.int(4).unwrap()), (0, event, None, 1));
+    assert_eq!(
+        (row.int(1).unwrap(), row.int(2).unwrap(), row.opt_text(3).unwrap(), row.int(4).unwrap()),
+        (0, event, None, 1)
+    );
     assert_eq!(home.status(sagas[0]).await, "DeadLettered", "the old one stays");
 }
 
@@ -158,7 +166,11 @@ async fn a_limit_lowered_meanwhile_gives_up(home: Home) {
     home.ends(sagas[0], "DeadLettered").await;
     drop(working);
     let (saga, _, attempts) = home.webhooks.saga(sagas[0]).await.unwrap().unwrap();
-    assert_eq!((saga.attempt_count, attempts.len(), home.count("dead_letters").await), (1, 1, 1), "it was not tried again");
+    assert_eq!(
+        (saga.attempt_count, attempts.len(), home.count("dead_letters").await),
+        (1, 1, 1),
+        "it was not tried again"
+    );
 }
 
 async fn a_subscription_has_a_limit_of_its_own(home: Home) {
@@ -208,7 +220,19 @@ fn the_orchestrator_has_no_http_and_calls_no_worker() {
         let text = std::fs::read_to_string(format!("{}/src/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap();
         let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
         for line in code {
-            for word in ["exchange", "hyper", "http::", "Courier", ".deliver(", "Worker", ".claim(", ".renew(", "UPDATE events", "UPDATE subscriptions", "from_slice("] {
+            for word in [
+                "exchange",
+                "hyper",
+                "http::",
+                "Courier",
+                ".deliver(",
+                "Worker",
+                ".claim(",
+                ".renew(",
+                "UPDATE events",
+                "UPDATE subscriptions",
+                "from_slice(",
+            ] {
                 assert!(!line.contains(word), "{file} has `{word}`: {line}");
             }
         }

@@ -111,7 +111,12 @@ impl Core {
                 }
                 Settled::Refused => {
                     let (name, outcome) = (lane.settings.lane.as_str(), FlushCode::DbError);
-                    tracing::warn!(outbox_id = id, lane = name, outcome = outcome.as_str(), "its outcome could not be recorded; it will be tried again");
+                    tracing::warn!(
+                        outbox_id = id,
+                        lane = name,
+                        outcome = outcome.as_str(),
+                        "its outcome could not be recorded; it will be tried again"
+                    );
                     self.observer.unrecorded(name, outcome, 1);
                     lane.settle_trouble.again(now, chance);
                     lane.add_verdict(entry, now);
