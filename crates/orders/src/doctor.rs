@@ -385,8 +385,7 @@ async fn without_message(
 ) -> Result<Vec<String>> {
     let then = tx.now().plus(-micros_of(stood), &mut params);
     // MySQL would look for live messages by the lane otherwise.
-    let live =
-        if tx.dialect() == Dialect::Mysql { "outbox o FORCE INDEX (uniq_outbox_active_key)" } else { "outbox o" };
+    let live = if tx.dialect() == Dialect::Mysql { "outbox o FORCE INDEX (idx_outbox_active_key)" } else { "outbox o" };
     let sql = format!(
         "SELECT l.idempotency_key FROM idempo_ledger l WHERE {which} AND l.status = 'in_progress' AND l.last_seen_at <= {then}
            AND NOT EXISTS (SELECT 1 FROM {live} WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key)

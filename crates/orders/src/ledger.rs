@@ -130,9 +130,13 @@ pub(crate) async fn find(tx: &mut (dyn Tx + Send), keys: &[&str], locked: bool) 
     // PostgreSQL locks no row of an outer join's far side; a subquery has none to lock.
     // In MySQL they lock too: under a caller's REPEATABLE READ a plain one would look into the past.
     let share = if locked && dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
+    let (live, there) = match share {
+        "" => ("o.id FROM outbox o", ""),
+        _ => ("o.outbox_id FROM outbox_active_keys o", " AND EXISTS (SELECT 1 FROM outbox m WHERE m.id = o.outbox_id)"),
+    };
     let column = key_column(dialect);
     let outbox_id = format!(
-        "(SELECT o.id FROM outbox o WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key{share}),
+        "(SELECT {live} WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key{there}{share}),
          (SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{column} = l.idempotency_key{share})"
     );
     let list = in_keys(dialect, keys, &mut params);
@@ -341,7 +345,7 @@ async fn insert_new_mysql(tx: &mut (dyn Tx + Send), orders: &[(&str, &str)]) -> 
         // Which were there before? Those that have ended, or have their message already.
         let keys: Vec<&str> = orders.iter().map(|order| order.0).collect();
         let ended = "SELECT idempotency_key FROM idempo_ledger WHERE status <> 'in_progress' AND idempotency_key";
-        let live = format!("SELECT active_key FROM outbox WHERE lane = '{LANE}' AND active_key");
+        let live = format!("SELECT active_key FROM outbox_active_keys WHERE lane = '{LANE}' AND active_key");
         let mut taken = Vec::new();
         for sql in [ended, &live] {
             let mut params = Vec::new();

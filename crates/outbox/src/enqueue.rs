@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use crate::active_keys::{self, Wanted};
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::message::{Enqueued, Entry, NewMessage, Sha, hex, sha256};
@@ -83,7 +84,7 @@ pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
     }
     let Admit::By { sql, params } = admit else {
         let all: Vec<usize> = (0..messages.len()).collect();
-        insert_in_chunks(tx, &prepared, &all, &[], &mut answers).await?;
+        insert_admitted(tx, &prepared, &all, &mut answers).await?;
         return Ok(answers);
     };
     if tx.dialect() == Dialect::Postgres && messages.len() <= CHUNK_ROWS {
@@ -100,8 +101,23 @@ pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
         admitted.extend(places.get(row.text(0)?.as_str()));
     }
     admitted.sort_unstable();
-    insert_in_chunks(tx, &prepared, &admitted, &[], &mut answers).await?;
+    insert_admitted(tx, &prepared, &admitted, &mut answers).await?;
     Ok(answers)
+}
+
+/// Inserts messages whose active keys are theirs for sure: one that is taken is an error.
+async fn insert_admitted<T: Tx + ?Sized>(
+    tx: &mut T,
+    prepared: &[Prepared<'_>],
+    admitted: &[usize],
+    answers: &mut [Option<Entry>],
+) -> Result<()> {
+    insert_in_chunks(tx, prepared, admitted, &[], answers).await?;
+    if tx.dialect() == Dialect::Mysql {
+        let rows = admitted.iter().filter_map(|&i| Some((&prepared[i], answers[i]?.id)));
+        name_active_keys(tx, rows, false).await?;
+    }
+    Ok(())
 }
 
 /// Writes the messages and answers in their order. Nothing is written for one that exists or differs. An error leaves
@@ -270,22 +286,35 @@ async fn enqueue_new_active_keys<T: Tx + ?Sized>(
     Ok(rest)
 }
 
-/// Inserts the rows whose active key is free; answers their ids and active keys.
+/// Inserts the rows whose active key is free; answers their ids and active keys. All are of one lane.
 async fn insert_unless_active_mysql<T: Tx + ?Sized>(
     tx: &mut T,
     rows: &[&Prepared<'_>],
 ) -> Result<Vec<(i64, Option<String>)>> {
-    let (sql, params) = insert_rows_mysql(tx, rows);
-    let inserted = tx.execute(&sql.replacen("INSERT INTO", "INSERT IGNORE INTO", 1), &params).await?;
-    if inserted == 0 {
+    let wanted: Vec<Wanted<'_>> = rows.iter().filter_map(|p| wanted(p)).collect();
+    let free = active_keys::take(tx, &wanted).await?;
+    let is_free = |p: &&&Prepared<'_>| p.message.active_key.as_ref().is_some_and(|key| free.contains(key));
+    let rows: Vec<&Prepared<'_>> = rows.iter().filter(is_free).copied().collect();
+    if rows.is_empty() {
         return Ok(vec![]);
     }
-    // All ids of one statement are set aside at its beginning: what lies among them is ours.
-    let (first, step) = last_insert_id(tx).await?;
-    let last = first + (rows.len() as i64 - 1) * step;
-    let sql = "SELECT active_key, id FROM outbox WHERE id BETWEEN ? AND ?";
-    let found = tx.query(sql, &[first.into(), last.into()]).await?;
-    found.iter().map(|row| Ok((row.int(1)?, row.opt_text(0)?))).collect()
+    let ids = insert_rows(tx, &rows, &[]).await?;
+    name_active_keys(tx, rows.iter().copied().zip(ids.iter().copied()), true).await?;
+    Ok(ids.into_iter().zip(rows).map(|(id, p)| (id, p.message.active_key.clone())).collect())
+}
+
+fn wanted<'a>(p: &'a Prepared<'_>) -> Option<Wanted<'a>> {
+    Some(Wanted { lane: &p.message.lane, key: p.message.active_key.as_deref()?, sha: &p.sha })
+}
+
+/// MySQL: writes down whose active keys these are now.
+async fn name_active_keys<'a, T: Tx + ?Sized>(
+    tx: &mut T,
+    rows: impl Iterator<Item = (&'a Prepared<'a>, i64)>,
+    taken: bool,
+) -> Result<()> {
+    let named: Vec<(Wanted<'_>, i64)> = rows.filter_map(|(p, id)| Some((wanted(p)?, id))).collect();
+    active_keys::name(tx, &named, taken).await
 }
 
 fn digest(p: &Prepared<'_>) -> Sha {
@@ -312,17 +341,7 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
             name_key(tx, p, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         };
-        // MySQL: an insert that meets a taken key locks the gap before it, too, and with it other keys and lanes. So what can
-        // be seen to be taken is not tried.
-        let known = match tx.dialect() {
-            Dialect::Mysql if is_seen(tx, &p.message.lane, active_key).await? => {
-                holder_of(tx, &p.message.lane, active_key).await?
-            }
-            _ => None,
-        };
-        if known.is_none()
-            && let Some(id) = insert_unless_active(tx, p).await?
-        {
+        if let Some(id) = insert_unless_active(tx, p).await? {
             name_key(tx, p, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         }
@@ -331,11 +350,7 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
             Some(KeyUndo::Restore(row)) => restore_key(tx, p, &row).await?,
             None => {}
         }
-        let holder = match known {
-            Some(holder) => Some(holder),
-            None => holder_of(tx, &p.message.lane, active_key).await?,
-        };
-        if let Some((id, sha)) = holder {
+        if let Some((id, sha)) = holder_of(tx, &p.message.lane, active_key).await? {
             let outcome = if sha == p.sha { Enqueued::Exists } else { Enqueued::Differs };
             return Ok(Entry { id, outcome });
         }
@@ -344,37 +359,19 @@ async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Ent
     Err(Error::new(Kind::Busy, format!("the active key of lane `{}` kept changing hands; try again", p.message.lane)))
 }
 
-/// Is an active key taken, as far as this transaction sees?
-async fn is_seen<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> Result<bool> {
-    let sql = "SELECT 1 FROM outbox WHERE lane = ? AND active_key = ?";
-    Ok(!tx.query(sql, &[lane.into(), active_key.into()]).await?.is_empty())
-}
-
 /// Who has an active key, and the digest of its payload.
 async fn holder_of<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> Result<Option<(i64, Vec<u8>)>> {
-    let digest = |row: &Row, at: usize| -> Result<Vec<u8>> {
-        Ok(match row.opt_bytes(at)? {
-            Some(sha) => sha.to_vec(),
-            None => sha256(&row.bytes(at + 1)?).to_vec(),
-        })
-    };
-    if tx.dialect() != Dialect::Mysql {
-        let sql = "SELECT id, payload_sha, payload FROM outbox WHERE lane = ? AND active_key = ?";
-        let found = tx.query(sql, &[lane.into(), active_key.into()]).await?;
-        return found.first().map(|row| Ok((row.int(0)?, digest(row, 1)?))).transpose();
+    if tx.dialect() == Dialect::Mysql {
+        return active_keys::holder(tx, lane, active_key).await;
     }
-    // The newest entry, whatever the caller's isolation: the insert that met it holds this lock already. Its row is only
-    // looked at, as a lock on that would stop its worker, unless it is newer than the caller's snapshot.
-    let sql = "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key = ? LIMIT 1 LOCK IN SHARE MODE";
+    let sql = "SELECT id, payload_sha, payload FROM outbox WHERE lane = ? AND active_key = ?";
     let found = tx.query(sql, &[lane.into(), active_key.into()]).await?;
-    let Some(id) = found.first().map(|row| row.int(0)).transpose()? else { return Ok(None) };
-    for lock in ["", " LOCK IN SHARE MODE"] {
-        let sql = format!("SELECT payload_sha, payload FROM outbox WHERE id = ?{lock}");
-        if let Some(row) = tx.query(&sql, &[id.into()]).await?.first() {
-            return Ok(Some((id, digest(row, 0)?)));
-        }
-    }
-    Ok(None)
+    let Some(row) = found.first() else { return Ok(None) };
+    let sha = match row.opt_bytes(1)? {
+        Some(sha) => sha.to_vec(),
+        None => sha256(&row.bytes(2)?).to_vec(),
+    };
+    Ok(Some((row.int(0)?, sha)))
 }
 
 enum KeyTaken {
@@ -573,11 +570,7 @@ fn insert_values<T: Tx + ?Sized>(tx: &T, verb: &str, rows: &[&Prepared<'_>], par
 async fn insert_unless_active<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Option<i64>> {
     let mut params = Vec::with_capacity(14);
     if tx.dialect() == Dialect::Mysql {
-        let sql = insert_values(tx, "INSERT IGNORE", &[p], &mut params);
-        if tx.execute(&sql, &params).await? == 0 {
-            return Ok(None);
-        }
-        return Ok(Some(last_insert_id(tx).await?.0));
+        return Ok(insert_unless_active_mysql(tx, &[p]).await?.first().map(|(id, _)| *id));
     }
     let mut sql = insert_values(tx, "INSERT", &[p], &mut params);
     sql.push_str(" ON CONFLICT (lane, active_key) WHERE active_key IS NOT NULL DO NOTHING RETURNING id");

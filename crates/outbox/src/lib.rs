@@ -7,6 +7,7 @@
 // A build with one store, or with none (then it only enqueues, through sqlx), leaves some helpers unused.
 #![cfg_attr(not(all(feature = "sqlite", feature = "postgres", feature = "mysql")), allow(dead_code))]
 
+mod active_keys;
 pub mod alerts;
 pub mod backoff;
 pub mod bulk;

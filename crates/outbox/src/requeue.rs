@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use crate::active_keys;
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::permit::{permit, withdraw_permit};
@@ -200,6 +201,13 @@ async fn move_back(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<Vec<i64>> {
         return Ok(vec![]);
     }
     let dialect = tx.dialect();
+    let with_keys;
+    let ids = if dialect == Dialect::Mysql {
+        with_keys = active_keys::take_back(tx, ids).await?;
+        &with_keys
+    } else {
+        ids
+    };
     let mut params = Vec::new();
     let due = tx.now().plus(0, &mut params);
     let updated = tx.now().plus(0, &mut params);

@@ -6,6 +6,7 @@ use std::panic::AssertUnwindSafe;
 
 use futures_util::FutureExt;
 
+use crate::active_keys;
 use crate::audit;
 use crate::error::{Error, Result};
 use crate::lanes::{LaneRules, Winner};
@@ -92,8 +93,8 @@ pub(crate) async fn settle(
     }
     if tx.dialect() == Dialect::Mysql {
         let ending = winners.iter().filter(|w| w.verdict.ends());
-        let keys = ending.filter_map(|w| Some((w.id, w.active_key.clone()?))).collect();
-        let kept = locked_active_keys(tx, lane, keys).await?;
+        let keys: Vec<_> = ending.filter_map(|w| Some((w.id, w.active_key.clone()?))).collect();
+        let kept = active_keys::free(tx, lane, &keys).await?;
         winners.retain(|winner| !kept.contains(&winner.id));
         won.retain(|entry| !kept.contains(&entry.lease.id));
         locked.extend(kept);
@@ -181,28 +182,6 @@ async fn locked_elsewhere(
         }
     }
     Ok(locked)
-}
-
-/// MySQL: whoever was told in an open transaction that an active key is taken holds a lock on that key's entry, and the
-/// end of its message would wait for it. Locks the entries of those that are free; answers with the others.
-pub(crate) async fn locked_active_keys(
-    tx: &mut (dyn Tx + Send),
-    lane: &str,
-    keys: Vec<(i64, String)>,
-) -> Result<HashSet<i64>> {
-    let mut kept: HashSet<i64> = keys.iter().map(|(id, _)| *id).collect();
-    for part in keys.chunks(500) {
-        let mut params: Vec<Value> = vec![lane.into()];
-        params.extend(part.iter().map(|(_, key)| Value::from(key)));
-        let sql = format!(
-            "SELECT id FROM outbox FORCE INDEX (uniq_outbox_active_key) WHERE lane = ? AND active_key IN ({}) FOR UPDATE SKIP LOCKED",
-            vec!["?"; part.len()].join(", ")
-        );
-        for row in tx.query(&sql, &params).await? {
-            kept.remove(&row.int(0)?);
-        }
-    }
-    Ok(kept)
 }
 
 fn winner(row: &Row, lane: &str, entry: &Settlement) -> Result<Winner> {

@@ -1,6 +1,7 @@
 //! MySQL 8.0.4+ and MariaDB 10.6+, one SQL for both. InnoDB locks every row it scans, so a claim first reads candidates
 //! without locks and then locks those, by primary key, skipping what others hold.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use mysql_async::{Conn, Opts, OptsBuilder, Params};
 
 use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, rerun, settle_by_parts, without_password};
+use crate::active_keys;
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
@@ -556,10 +558,11 @@ async fn move_sent(
         return Err(Error::new(Kind::Locked, "not every row of the batch can be had at once"));
     }
     let text = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
-    let keys = rows.iter().filter_map(|row| Some((row.0, text(row.2.as_ref()?)))).collect();
-    let locked = settle::locked_active_keys(&mut MysqlTx { conn, skew: 0, failed: false }, lane, keys).await?;
-    let held: std::collections::HashSet<(i64, i64)> = rows.into_iter().map(|row| (row.0, row.1)).collect();
-    let is_held = |e: &Settlement| held.contains(&(e.lease.id, e.lease.token));
+    let held: HashMap<(i64, i64), Option<Vec<u8>>> = rows.into_iter().map(|row| ((row.0, row.1), row.2)).collect();
+    let is_held = |e: &Settlement| held.contains_key(&(e.lease.id, e.lease.token));
+    let key = |e: &Settlement| held.get(&(e.lease.id, e.lease.token))?.as_deref().map(text);
+    let keys: Vec<_> = entries.iter().filter_map(|e| Some((e.lease.id, key(e)?))).collect();
+    let locked = active_keys::free(&mut MysqlTx { conn, skew: 0, failed: false }, lane, &keys).await?;
     let won: Vec<&Settlement> = entries.iter().filter(|e| is_held(e) && !locked.contains(&e.lease.id)).collect();
     if !won.is_empty() {
         let ids = list(won.iter().map(|e| e.lease.id));

@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 10] = [
+const MIGRATIONS: [&str; 11] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -23,6 +23,7 @@ const MIGRATIONS: [&str; 10] = [
     "V008__former_keys",
     "V009__alerts_in_order",
     "V010__alerts_that_wait",
+    "V011__active_keys",
 ];
 
 on_every_store! {

@@ -38,7 +38,7 @@ pub async fn copy_outbox(scratch: &Scratch, beside: bool) -> Result<()> {
                     "DROP TABLE IF EXISTS bare_done",
                     "DROP TABLE IF EXISTS bare_payloads",
                     "CREATE TABLE bare LIKE outbox",
-                    "ALTER TABLE bare DROP KEY uniq_outbox_active_key",
+                    "ALTER TABLE bare DROP KEY idx_outbox_active_key",
                     "CREATE TABLE bare_done LIKE outbox_done",
                     "ALTER TABLE bare_done DROP KEY idx_done",
                     &copy,

@@ -16,7 +16,7 @@ pub async fn run(bench: &Bench, scratch: &Scratch) -> Result<Value> {
     bare::copy_outbox(scratch, false).await?;
     if scratch.dialect() == Dialect::Mysql {
         // The other two index active keys only where there are any; here every row has an entry.
-        scratch.sql(&["ALTER TABLE bare ADD UNIQUE KEY bare_active_key (lane, active_key)"]).await?;
+        scratch.sql(&["ALTER TABLE bare ADD KEY bare_active_key (lane, active_key)"]).await?;
     }
     let outbox = scratch.outbox().await?;
     let (mut rates, mut limits) = (Vec::new(), Vec::new());
