@@ -118,6 +118,16 @@ impl Role {
     pub fn all_rights(&self) -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
         self.rights.iter().copied().chain(ALL)
     }
+
+    /// On MySQL active keys are a table beside the messages: whoever makes jobs takes keys, whoever ends them frees them.
+    fn active_key_rights(&self) -> Option<&'static [&'static str]> {
+        let (_, jobs) = self.rights.iter().find(|(table, _)| *table == "outbox")?;
+        match (jobs.contains(&"INSERT"), jobs.contains(&"DELETE")) {
+            (true, _) => Some(&["SELECT", "INSERT", "UPDATE", "DELETE"]),
+            (false, true) => Some(&["SELECT", "DELETE"]),
+            (false, false) => None,
+        }
+    }
 }
 
 /// Tables whose ids come from a sequence of their own (PostgreSQL).
@@ -162,6 +172,9 @@ fn statements(dialect: Dialect) -> Vec<String> {
             if let (Dialect::Postgres, Some((_, sequence))) = (dialect, sequence) {
                 all.push(format!("GRANT USAGE ON SEQUENCE {sequence} TO {name}"));
             }
+        }
+        if dialect == Dialect::Mysql {
+            all.extend(role.active_key_rights().map(|rights| grant(name, "outbox_active_keys", rights)));
         }
     }
     all

@@ -1,7 +1,6 @@
 //! The gateway before an OpenMemory as unkind as the real one: it merges, forgets, limits, is slow, and says so or not.
 
 use std::io::Write;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
