@@ -5,6 +5,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::note::Note;
+use crate::store::SKIPPED;
 
 /// What became of a memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -159,8 +160,12 @@ pub(crate) fn answer_of(note: &Note, ended: Result<Ended, Failed>) -> Stored {
             }
         }
         Ok(Ended::Queued { outbox_id, again, why }) => {
-            let message =
-                format!("OpenMemory is not available ({why}); the memory is queued and will be written later");
+            let message = match why.ends_with(SKIPPED) {
+                true => {
+                    format!("OpenMemory was left out, as asked ({why}); the memory is queued and will be written later")
+                }
+                false => format!("OpenMemory is not available ({why}); the memory is queued and will be written later"),
+            };
             Stored { outbox_id: Some(outbox_id), again, deduplicated: again, ..blank(Action::Deferred, message) }
         }
         Ok(Ended::Refused { code, why }) => Stored { error: Some(code), ..blank(Action::Reject, why) },

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::message::{hex, sha256};
+use postrider::observe::sending;
 use postrider::outcome::{Fault as Failure, Reach, code};
 use postrider::store::Mode;
 use postrider::{Courier, Message, Outcome, Result};
@@ -119,7 +120,7 @@ impl MemoryCourier {
         let Some(permit) = self.0.0.breaker.permit() else {
             return Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() };
         };
-        let called = self.0.add(&open.note, Some(message.id)).await;
+        let called = sending(self.0.add(&open.note, Some(message.id))).await;
         permit.tell(self.0.sign_of(called.as_ref().err()));
         match called {
             Ok(written) => match self.keep_merged(open, &written).await {

@@ -234,7 +234,7 @@ impl Memories {
             return Ok(Some(false));
         }
         copies::forget_delivery(tx, &note).await?;
-        self.queue(tx, &note, copy.id, Waits::default()).await?;
+        self.queue(tx, &note, copy.id, Waits::default(), "openmemory_lost_it").await?;
         Ok(Some(true))
     }
 }

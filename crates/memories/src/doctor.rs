@@ -120,9 +120,10 @@ impl Memories {
             None => true,
         };
         let doubt = begun.then(|| self.doubt_of(Doubt::UnderWay)).flatten();
-        let outbox_id = self.queue(tx, &note, copy.id, Waits { delay: Duration::ZERO, doubt }).await?;
+        let why = "openmemory_write_failed:left_behind";
+        let outbox_id = self.queue(tx, &note, copy.id, Waits { delay: Duration::ZERO, doubt }, why).await?;
         if let Some(audit_id) = copy.audit_id {
-            audit::end(tx, audit_id, &note, &redirected("openmemory_write_failed:left_behind", outbox_id)).await?;
+            audit::end(tx, audit_id, &note, &redirected(why, outbox_id)).await?;
         }
         Ok(true)
     }
@@ -150,7 +151,7 @@ impl Memories {
             _ => {
                 let Some(note) = copies::note_of(tx, copy.id).await? else { return Ok(false) };
                 let doubt = self.doubt_of(Doubt::Answered);
-                self.queue(tx, &note, copy.id, Waits { delay: Duration::ZERO, doubt }).await?;
+                self.queue(tx, &note, copy.id, Waits { delay: Duration::ZERO, doubt }, "message_lost").await?;
             }
         }
         Ok(true)

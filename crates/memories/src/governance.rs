@@ -7,13 +7,17 @@ use postrider::{Error, Result};
 use crate::Memories;
 use crate::note::{Governance, check_space, project_of};
 
-/// What a project says; everything, if it says nothing.
-pub(crate) async fn of(tx: &mut (dyn Tx + Send), space: &str) -> Result<Governance> {
+/// What a project says. One that says nothing yet gets a row that allows everything, for people to find and change.
+pub(crate) async fn get_or_create(tx: &mut (dyn Tx + Send), space: &str) -> Result<Governance> {
     let project = project_of(space);
     let sql =
         "SELECT team_write_enabled, allowed_kinds_json, max_length FROM governance_settings WHERE project_key = ?";
     let rows = tx.query(sql, &[project.into()]).await?;
-    let Some(row) = rows.first() else { return Ok(Governance::open(project)) };
+    let Some(row) = rows.first() else {
+        let open = Governance::open(project);
+        create(tx, &open).await?;
+        return Ok(open);
+    };
     let unreadable = |e| Error::database(format!("allowed_kinds_json of project `{project}` is no list: {e}"));
     let kinds = row.opt_text(1)?.map(|text| serde_json::from_str(&text)).transpose().map_err(unreadable)?;
     Ok(Governance {
@@ -22,6 +26,20 @@ pub(crate) async fn of(tx: &mut (dyn Tx + Send), space: &str) -> Result<Governan
         allowed_kinds: kinds,
         max_length: row.opt_int(2)?.map(|n| n.max(0) as u64),
     })
+}
+
+/// Another store may do so at the same time: then its row stands, and says the same.
+async fn create(tx: &mut (dyn Tx + Send), rules: &Governance) -> Result<()> {
+    let mut params: Vec<Value> = vec![rules.project_key.as_str().into(), rules.team_write_enabled.into()];
+    let now = tx.now().plus(0, &mut params);
+    let (verb, tail) = match tx.dialect() {
+        Dialect::Mysql => ("INSERT IGNORE", ""),
+        _ => ("INSERT", " ON CONFLICT DO NOTHING"),
+    };
+    let sql = format!(
+        "{verb} INTO governance_settings (project_key, team_write_enabled, updated_by, updated_at) VALUES (?, ?, 'default', {now}){tail}"
+    );
+    tx.execute(&sql, &params).await.map(drop)
 }
 
 async fn set(tx: &mut (dyn Tx + Send), rules: &Governance, by: &str) -> Result<()> {
@@ -48,9 +66,9 @@ impl Memories {
     pub async fn governance(&self, project: &str) -> Result<Governance> {
         let space = format!("team:{project}");
         check_space(&space).map_err(Error::invalid)?;
-        self.transact(Mode::Read, move |tx| {
+        self.transact(Mode::Write, move |tx| {
             let space = space.clone();
-            Box::pin(async move { of(tx, &space).await })
+            Box::pin(async move { get_or_create(tx, &space).await })
         })
         .await
     }

@@ -21,6 +21,8 @@ pub struct NewMemory {
     pub evidence_refs: Vec<Value>,
     pub actor_user_id: Option<String>,
     pub correlation_id: String,
+    /// The service is not to be called for it now: it goes by the outbox.
+    pub skip_openmemory: bool,
 }
 
 /// A memory that can be stored.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use postrider::error::Kind;
-use postrider::store::{Mode, Requeued};
+use postrider::store::{Mode, Requeued, Retried};
 use postrider::tx::Tx;
 use postrider::{Outbox, Result, Timestamp};
 
@@ -22,6 +22,11 @@ impl Memories {
     /// Makes every queued memory due now, whatever it waits for; answers how many waited.
     pub async fn wake_all(&self) -> Result<usize> {
         self.0.outbox.wake_waiting(LANE, None).await
+    }
+
+    /// Makes one queued memory due now.
+    pub async fn retry(&self, id: i64) -> Result<Retried> {
+        self.0.outbox.retry(id).await
     }
 
     /// Brings given-up memories back under their ids.

@@ -222,7 +222,7 @@ impl Memories {
             // Whoever wrote it is gone, and may have written it: the outbox brings it to its end.
             (State::Writing | State::Queued, _) => {
                 let waits = Waits { delay: Duration::ZERO, doubt: self.doubt_of(Doubt::UnderWay) };
-                redirected(left, self.queue(tx, &note, copy.id, waits).await?)
+                redirected(left, self.queue(tx, &note, copy.id, waits, left).await?)
             }
         };
         audit::end(tx, audit_id, &note, &end).await

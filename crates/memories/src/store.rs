@@ -8,7 +8,7 @@ use postrider::clock::{self, Tick};
 use postrider::error::{Effect, Kind};
 use postrider::store::Mode;
 use postrider::tx::Tx;
-use postrider::{Error, NewMessage, Result};
+use postrider::{Enqueued, Error, NewMessage, Result};
 
 use crate::answer::{Action, Ended, Failed, Stored, answer_of, blank, code};
 use crate::audit::{self, By, End};
@@ -20,6 +20,8 @@ use crate::{LANE, Memories, governance};
 
 /// Beyond the service's own timeout, until a write that nobody ended counts as left behind.
 pub(crate) const MARGIN: Duration = Duration::from_secs(2);
+/// Why the service was not called where the caller said so.
+pub(crate) const SKIPPED: &str = "skipped";
 /// How often a twin's write is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 const RARELY: Duration = Duration::from_millis(320);
@@ -71,7 +73,7 @@ impl Memories {
     /// Stores a memory. Always answers; what it says holds.
     pub async fn store(&self, memory: NewMemory) -> Stored {
         let (correlation_id, refs) = (memory.correlation_id.clone(), memory.evidence_refs.clone());
-        let settings = &self.0.settings;
+        let (settings, skips) = (&self.0.settings, memory.skip_openmemory);
         let note = match memory.check(&settings.default_space, settings.max_bytes) {
             Ok(note) => Arc::new(note),
             Err(why) => {
@@ -82,19 +84,19 @@ impl Memories {
         };
         // A task of its own: a caller may go away, a write that was begun may not.
         let (handle, work) = (self.clone(), note.clone());
-        let ended = tokio::spawn(async move { handle.store_note(&work).await }).await;
+        let ended = tokio::spawn(async move { handle.store_note(&work, skips).await }).await;
         let ended = ended.unwrap_or_else(|e| Err(Failed::first_half(Error::database(e.to_string()))));
         answer_of(&note, ended)
     }
 
-    async fn store_note(&self, note: &Arc<Note>) -> Result<Ended, Failed> {
+    async fn store_note(&self, note: &Arc<Note>, skips: bool) -> Result<Ended, Failed> {
         let began = Tick::now();
         let writer = format!("{:016x}{:016x}", clock::seed(), clock::seed());
         let patience = self.0.settings.upstream.timeout * 2 + 2 * MARGIN;
         let mut seen = None;
         loop {
-            let attempt =
-                Attempt { writer: writer.clone(), kept_from: self.kept_from(), seen: seen.take(), again: false };
+            let kept_from = if skips { Some((SKIPPED, Duration::ZERO)) } else { self.kept_from() };
+            let attempt = Attempt { writer: writer.clone(), kept_from, seen: seen.take(), again: false };
             match self.begin(note, attempt).await.map_err(Failed::first_half)? {
                 Begun::Write { copy, audit_id } => {
                     let called = match self.0.breaker.permit() {
@@ -175,7 +177,7 @@ impl Memories {
     }
 
     async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, attempt: &Attempt) -> Result<Begun> {
-        if let Some((rule, why)) = governance::of(tx, &note.space).await?.refuses(note) {
+        if let Some((rule, why)) = governance::get_or_create(tx, &note.space).await?.refuses(note) {
             let reason = format!("governance:{rule}");
             audit::write(tx, note, &rejected(reason), attempt.by()).await?;
             return Ok(Begun::Ended(Ended::Refused { code: "GOVERNANCE_REJECTED", why }));
@@ -190,7 +192,7 @@ impl Memories {
         };
         let Some((class, delay)) = attempt.kept_from else { return Ok(Begun::Write { copy, audit_id }) };
         let why = format!("openmemory_write_failed:{class}");
-        let outbox_id = self.queue(tx, note, copy, Waits { delay, doubt: None }).await?;
+        let outbox_id = self.queue(tx, note, copy, Waits { delay, doubt: None }, &why).await?;
         audit::end(tx, audit_id, note, &redirected(&why, outbox_id)).await?;
         Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }))
     }
@@ -224,7 +226,7 @@ impl Memories {
                 let class = if state == State::Dead { "given_up_before" } else { "left_behind" };
                 let why = format!("openmemory_write_failed:{class}");
                 let doubt = (state == State::Writing).then(|| self.doubt_of(Doubt::UnderWay)).flatten();
-                let outbox_id = self.queue(tx, note, copy.id, Waits { delay: Duration::ZERO, doubt }).await?;
+                let outbox_id = self.queue(tx, note, copy.id, Waits { delay: Duration::ZERO, doubt }, &why).await?;
                 if let (State::Writing, Some(audit_id), Some(first)) =
                     (state, copy.audit_id, copies::note_of(tx, copy.id).await?)
                 {
@@ -264,7 +266,7 @@ impl Memories {
         copies::forget_delivery(tx, note).await?;
         if let Some((class, delay)) = attempt.kept_from {
             let why = format!("openmemory_write_failed:{class}");
-            let outbox_id = self.queue(tx, note, copy.id, Waits { delay, doubt: None }).await?;
+            let outbox_id = self.queue(tx, note, copy.id, Waits { delay, doubt: None }, &why).await?;
             audit::write(tx, note, &redirected(&why, outbox_id), attempt.by()).await?;
             return Ok(Begun::Ended(Ended::Queued { outbox_id, again: false, why }));
         }
@@ -301,8 +303,15 @@ impl Memories {
         Ok(Begun::Write { copy: copy.id, audit_id })
     }
 
-    /// Puts a memory into the outbox; the copy is locked.
-    pub(crate) async fn queue(&self, tx: &mut (dyn Tx + Send), note: &Note, copy: i64, waits: Waits) -> Result<i64> {
+    /// Puts a memory into the outbox, with the reason why it is there; the copy is locked.
+    pub(crate) async fn queue(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        note: &Note,
+        copy: i64,
+        waits: Waits,
+        why: &str,
+    ) -> Result<i64> {
         let mut message = NewMessage::new(LANE, note.payload_md.clone())
             .content_type("text/markdown; charset=utf-8")
             .active_key(active_key(&note.space, &note.payload_sha))
@@ -310,7 +319,12 @@ impl Memories {
             .delay(waits.delay);
         message.correlation_id = Some(note.correlation_id.clone()).filter(|id| !id.is_empty());
         let receipt = self.0.outbox.enqueue_in(tx, &[message]).await?;
-        let id = receipt.ids().first().copied().ok_or_else(|| Error::database("an enqueue without an id"))?;
+        let entry = *receipt.entries().first().ok_or_else(|| Error::database("an enqueue without an id"))?;
+        let id = entry.id;
+        // One that was there before has a story of its own, and a worker may be at it.
+        if entry.outcome == Enqueued::Created {
+            tx.execute("UPDATE outbox SET last_error = ? WHERE id = ?", &[why.into(), id.into()]).await?;
+        }
         copies::become_(tx, copy, Becomes::Queued { outbox_id: id, doubt: waits.doubt }).await?;
         Ok(id)
     }
@@ -362,7 +376,7 @@ impl Memories {
             Err(fault) => {
                 let why = format!("openmemory_write_failed:{}", fault.class());
                 let outbox_id = match (ours, copy.outbox_id) {
-                    (true, _) => self.queue(tx, note, id, self.waits_after(fault)).await?,
+                    (true, _) => self.queue(tx, note, id, self.waits_after(fault), &why).await?,
                     // Somebody thought us gone, and queued it; or our own answer was lost.
                     (false, Some(outbox_id)) => outbox_id,
                     (false, None) => return Err(gone()),

@@ -1,10 +1,14 @@
 //! Sends one order to its broker: looks at the ledger first, and never sends blindly what may have gone out already.
 
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::FutureExt;
 use postrider::alerts::Alert;
 use postrider::clock::{self, Tick};
+use postrider::observe::sending as send_itself;
 use postrider::outcome::{Fault, Reach};
 use postrider::store::Mode;
 use postrider::{Begin, Courier, Message, Outcome, Result, Timestamp};
@@ -155,7 +159,7 @@ impl OrderCourier {
     /// What the broker knows of it; `None` if nothing, so that it may be sent.
     async fn look_up(&self, message: &Message, key: &str, order: &Order) -> Option<Outcome> {
         let (began_at, began) = (clock::wall(), Tick::now());
-        let found = self.adapter().look_up(key).await;
+        let found = guarded(self.adapter().look_up(key)).await.and_then(|found| found);
         let took = Tick::now().since(began);
         match found {
             Ok(Found::Nothing) => None,
@@ -247,7 +251,7 @@ impl OrderCourier {
         let id = order.order_id.clone().unwrap_or_else(|| order_id(&self.0.0.store_id, message.id));
         let (began_at, began) = (clock::wall(), Tick::now());
         let sending = Sending { order: &order, key: &key, order_id: &id, now: began_at, headers: &message.headers };
-        let answer = self.adapter().send(&sending).await;
+        let answer = send_itself(guarded(self.adapter().send(&sending))).await.unwrap_or_else(Answer::Refused);
         let took = Tick::now().since(began);
         reach("sent");
         let refusal = match answer {
@@ -360,6 +364,16 @@ impl Courier for OrderCourier {
     fn name(&self) -> &str {
         self.adapter().name()
     }
+}
+
+/// An adapter that fails without saying why has failed one attempt: what it did, nobody knows.
+async fn guarded<T>(call: impl Future<Output = T>) -> Result<T, Refusal> {
+    AssertUnwindSafe(call).catch_unwind().await.map_err(|_| Refusal {
+        reason: Reason::Internal,
+        message: "the adapter failed without a reason; the log says where".to_owned(),
+        reach: Reach::Unknown,
+        retry_after: None,
+    })
 }
 
 /// What is known of an order that was claimed.

@@ -70,6 +70,8 @@ pub enum Reason {
     Rejected,
     Unauthorized,
     AlreadyProcessed,
+    /// The adapter failed, and did not say why.
+    Internal,
 }
 
 impl Reason {
@@ -83,6 +85,7 @@ impl Reason {
             Reason::Rejected => "BROKER_REJECTED",
             Reason::Unauthorized => "BROKER_UNAUTHORIZED",
             Reason::AlreadyProcessed => "BROKER_ALREADY_PROCESSED",
+            Reason::Internal => "INTERNAL_ERROR",
         }
     }
 }
@@ -160,7 +163,9 @@ pub fn left_a_doubt(attempts: &[Past]) -> bool {
         let (code, error) = (past.code.as_deref().unwrap_or_default(), past.error.as_deref().unwrap_or_default());
         match code {
             _ if past.kind == "dead" && error == SETTLED => false,
-            "BROKER_TIMEOUT" | "BROKER_5XX" | "BROKER_UNKNOWN" => doubt || !error.starts_with(NOTHING_DONE),
+            "BROKER_TIMEOUT" | "BROKER_5XX" | "BROKER_UNKNOWN" | "INTERNAL_ERROR" => {
+                doubt || !error.starts_with(NOTHING_DONE)
+            }
             _ => doubt,
         }
     })
@@ -242,7 +247,7 @@ pub fn after_refusal(refusal: Refusal, sent: Sent) -> Next {
     };
     // Where a key is executed once, it is sent again without harm, and the budget may end it.
     let kept = match (reason, sent.idempotency) {
-        (Reason::ServerError, Idempotency::Key) => Reach::Answered,
+        (Reason::ServerError | Reason::Internal, Idempotency::Key) => Reach::Answered,
         _ => reach,
     };
     let message = if nothing_done { format!("{NOTHING_DONE}{message}") } else { message };
@@ -325,7 +330,7 @@ mod tests {
             assert!(matches!(next(false), Next::Settle(Outcome::Dead(fault)) if fault.code == reason.as_str()));
             assert_eq!(next(true), Next::Park);
         }
-        for reason in [Reason::Timeout, Reason::ServerError, Reason::RateLimited, Reason::Unknown] {
+        for reason in [Reason::Timeout, Reason::ServerError, Reason::RateLimited, Reason::Unknown, Reason::Internal] {
             let next = after_refusal(refusal(reason, Reach::Answered), sent(true, LOOK_UP));
             assert!(matches!(next, Next::Settle(Outcome::Retry { .. })), "{reason:?}");
         }

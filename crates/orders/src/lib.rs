@@ -93,6 +93,7 @@ pub fn lane_settings() -> LaneSettings {
     settings.budgets.keep_unresolved = true;
     // Whatever their instrument, they all go to one broker.
     settings.one_destination = true;
+    settings.keyed = true;
     settings
 }
 

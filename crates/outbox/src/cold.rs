@@ -10,7 +10,7 @@ use crate::message::{Sha, cut_code};
 use crate::outcome::{GiveBack, LeaseState, code};
 use crate::permit::{permit, withdraw_permit};
 use crate::settle::{by_id, for_update, in_ids, skip_locked};
-use crate::store::{Prune, Pruned};
+use crate::store::{Prune, Pruned, Retried};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Dialect, Row, Tx, Value};
 
@@ -71,8 +71,13 @@ pub(crate) async fn renew(
     if !held.is_empty() {
         let mut params = Vec::new();
         let until = tx.now().plus(micros_of(lease), &mut params);
+        // Whoever looks for work that is stuck goes by when it was last locked.
+        let (locked, updated) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
         let list = in_ids(tx.dialect(), &held, &mut params);
-        tx.execute(&format!("UPDATE outbox SET lease_until = {until} WHERE id {list}"), &params).await?;
+        let sql = format!(
+            "UPDATE outbox SET lease_until = {until}, locked_at = {locked}, updated_at = {updated} WHERE id {list}"
+        );
+        tx.execute(&sql, &params).await?;
     }
     Ok(states)
 }
@@ -174,6 +179,25 @@ pub(crate) async fn wake_waiting(
         tx.execute(&format!("UPDATE outbox SET due_at = {now} WHERE id {list}"), &params).await?;
     }
     Ok(ids.len())
+}
+
+/// Makes one waiting message due now. One that somebody else has locked is left as it is.
+pub(crate) async fn retry(tx: &mut (dyn Tx + Send), id: i64, lanes: &Lanes, owns: Option<&str>) -> Result<Retried> {
+    let live = "SELECT lane, locked_by FROM outbox WHERE id = ?";
+    let Some(row) = tx.query(live, &[id.into()]).await?.into_iter().next() else { return Ok(Retried::Ended) };
+    lanes.permit(&row.text(0)?, owns)?;
+    let skip = skip_locked(tx.dialect());
+    let waits = format!("SELECT id FROM outbox WHERE id = ? AND locked_by IS NULL{skip}");
+    if tx.query(&waits, &[id.into()]).await?.is_empty() {
+        return Ok(Retried::Leased);
+    }
+    let mut params = Vec::new();
+    let (due, updated) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+    params.push(id.into());
+    let later = tx.now().plus(0, &mut params);
+    let sql = format!("UPDATE outbox SET due_at = {due}, updated_at = {updated} WHERE id = ? AND due_at > {later}");
+    tx.execute(&sql, &params).await?;
+    Ok(Retried::Retried)
 }
 
 /// Pauses a lane or resumes it; answers whether that changed anything.

@@ -29,6 +29,8 @@ pub enum Kind {
     LaneOwned,
     /// Not migrated yet, or migrated by a newer version, or not what it should be.
     Schema,
+    /// The database's user may not do this: it lacks a role or a right.
+    Denied,
     /// Anything else the database said.
     Database,
 }
@@ -108,7 +110,7 @@ impl Error {
             | Kind::Unavailable
             | Kind::KeyMissing => Class::Retryable,
             Kind::Conflict | Kind::LaneOwned => Class::Conflict,
-            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Database => Class::Fatal,
+            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Denied | Kind::Database => Class::Fatal,
         }
     }
 
@@ -129,6 +131,7 @@ pub(crate) fn postgres_kind(code: &str) -> Kind {
         "23505" => Kind::Conflict,
         "22023" | "22021" => Kind::Invalid,
         "42P01" | "42703" | "42883" => Kind::Schema,
+        "42501" => Kind::Denied,
         _ if code.starts_with("08") || code.starts_with("57P") || code.starts_with("28") || code == "3D000" => {
             Kind::Unreachable
         }
@@ -147,6 +150,7 @@ pub(crate) fn mysql_kind(number: u16) -> Kind {
         1290 | 1792 | 1836 | 1021 | 1041 | 1040 | 1114 => Kind::Unavailable,
         1044 | 1045 | 1049 | 1053 | 1927 => Kind::Unreachable,
         1146 | 1054 | 1305 => Kind::Schema,
+        1142 | 1143 | 1227 | 1370 => Kind::Denied,
         1317 | 3024 | 1969 => Kind::Timeout,
         1644 => Kind::Invalid,
         _ => Kind::Database,

@@ -49,7 +49,7 @@ pub use error::{Error, Result};
 pub use inbox::Inbox;
 pub use lanes::{LaneRules, Lanes, OnSettled, Winner};
 pub use message::{Enqueued, Entry, Message, NewMessage};
-pub use migrate::{Migration, Schema};
+pub use migrate::{Migration, Schema, kernel_migrations};
 pub use outbox::{OPERATOR, Outbox, Receipt};
 pub use outcome::Outcome;
 pub use requeue::Died;

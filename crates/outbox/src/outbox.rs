@@ -21,7 +21,9 @@ use crate::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdi
 use crate::paging::Page;
 use crate::pulse::Pulse;
 use crate::requeue::{self, Died, Held};
-use crate::store::{Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Shown, Store, Vitals, transact};
+use crate::store::{
+    Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, transact,
+};
 use crate::stores::{self, Options};
 use crate::time::Timestamp;
 use crate::tx::Tx;
@@ -373,6 +375,18 @@ impl Outbox {
             self.ring();
         }
         Ok(woken)
+    }
+
+    /// Makes a message that waits for a later time due now, whatever it waits for.
+    pub async fn retry(&self, id: i64) -> Result<Retried> {
+        let work = Arc::new((self.lanes().clone(), self.owns));
+        let retried = transact(&*self.store, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move { cold::retry(tx, id, &work.0, work.1).await })
+        })
+        .await?;
+        self.ring();
+        Ok(retried)
     }
 
     /// Stops all workers from claiming on a lane, within about a second; what is under way is finished. The backlog waits

@@ -45,7 +45,7 @@ pub struct Holder {
     pub worker: String,
     pub lane: String,
     pub holds: u64,
-    /// Since when it holds the one it holds longest.
+    /// When the one was claimed or renewed for which that was longest ago.
     pub since: Timestamp,
     /// When the first of its leases ends unless it is renewed.
     pub lease_until: Timestamp,

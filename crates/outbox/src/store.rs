@@ -99,6 +99,18 @@ pub enum Requeued {
     Held,
 }
 
+/// The answer to somebody who wants a waiting message tried now, per id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Retried {
+    /// It is due now.
+    Retried,
+    /// A worker is at it, or somebody else has it locked: nothing changed.
+    Leased,
+    /// It has ended, or was never there: nothing changed.
+    Ended,
+}
+
 /// What a prune may delete.
 #[derive(Clone, Debug)]
 pub struct Prune {
@@ -166,7 +178,7 @@ pub struct Shown {
     /// Who holds it, or held it last and never came back. An outcome ends it.
     pub locked_by: Option<String>,
     pub locked_at: Option<Timestamp>,
-    /// Who holds it, or held it when it ended.
+    /// Who holds it, or held it when it ended; and since when: its claim, or its last renewal.
     pub claimed_by: Option<String>,
     pub claimed_at: Option<Timestamp>,
     pub target: Option<String>,

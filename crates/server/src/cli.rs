@@ -271,6 +271,12 @@ pub enum Webhooks {
     Requeue { id: i64 },
     /// Send events of a time range to a subscription again
     Replay(ReplayArgs),
+    /// Delete deliveries that ended long ago, with their attempts and dead letters, and events nobody needs any more
+    Purge {
+        /// Only what ended at least this long ago: 12h, 7d
+        #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+        older_than: Duration,
+    },
     /// Bring secrets over to the first key of [secrets] key, after a new one was put in front
     Reseal,
 }
@@ -677,6 +683,10 @@ pub struct Worker {
     /// How long a message is held before others may take it over
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub lease_seconds: Option<u32>,
+
+    /// Serve this process's metrics for Prometheus at http://ADDR/metrics
+    #[arg(long, value_name = "ADDR")]
+    pub metrics: Option<SocketAddr>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use postrider::error::Kind;
 use postrider::stores::without_password;
 use postrider::{Outbox, stores};
 
@@ -37,7 +38,7 @@ pub async fn open_migrated(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
     // Whoever owns nothing may still serve what is there: a migration begins by making a table.
     if is_server(config) && matches!(outbox.pending_migrations().await, Ok(pending) if pending.is_empty()) {
-        outbox.register_lanes().await?;
+        register_lanes(&outbox).await?;
         return Ok(outbox);
     }
     tell(config, outbox.migrate().await?);
@@ -54,6 +55,22 @@ fn tell(config: &Config, ran: Vec<String>) {
     }
 }
 
+/// Tells the database the lanes as configured. What is the same is not written, so that whoever may only work may start.
+pub async fn register_lanes(outbox: &Outbox) -> Result<()> {
+    allowed(outbox.register_lanes().await)
+}
+
+/// The rules in the database are for those who enqueue by SQL; a worker goes by its own.
+fn allowed(registered: postrider::Result<()>) -> Result<()> {
+    match registered {
+        Err(error) if error.kind == Kind::Denied => {
+            tracing::warn!(%error, "the lanes are not registered as configured here, and this user may not do so; run `postrider migrate` as the owner");
+            Ok(())
+        }
+        other => Ok(other?),
+    }
+}
+
 /// With the schema this binary needs. Whoever goes on to serve the lanes also registers them as configured.
 pub async fn open_ready(config: &Config) -> Result<Outbox> {
     let outbox = open(config).await?;
@@ -63,7 +80,7 @@ pub async fn open_ready(config: &Config) -> Result<Outbox> {
     }
     let pending = outbox.pending_migrations().await?;
     if pending.is_empty() {
-        outbox.register_missing_lanes().await?;
+        allowed(outbox.register_missing_lanes().await)?;
         return Ok(outbox);
     }
     Err(Failure::usage(format!(

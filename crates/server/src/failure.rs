@@ -74,13 +74,16 @@ impl Display for Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let code = match error.kind {
-            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::KeyMissing => 2,
+            Kind::Invalid | Kind::UnknownLane | Kind::Schema | Kind::Denied | Kind::KeyMissing => 2,
             Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Overloaded | Kind::Unavailable => 3,
             Kind::Conflict | Kind::LaneOwned | Kind::Database => 1,
         };
         let mut message = error.to_string();
         if error.kind == Kind::Unreachable && !message.contains(';') {
             message.push_str("; is it running, and is --database right?");
+        }
+        if error.kind == Kind::Denied {
+            message.push_str("; the database's user lacks a role: see Roles in docs/operating.md");
         }
         Failure { code, message }
     }

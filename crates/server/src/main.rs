@@ -22,6 +22,7 @@ mod mcp_wire;
 mod metrics;
 mod output;
 mod parts;
+mod roles;
 mod roll;
 mod schema;
 mod secret;

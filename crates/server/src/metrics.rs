@@ -129,7 +129,11 @@ impl Meters {
         let r = &mut registry;
         Meters {
             claimed: kept(r, "outbox_claimed", "Messages claimed"),
-            processed: kept(r, "outbox_processed", "Outcomes recorded, by what they were"),
+            processed: kept(
+                r,
+                "outbox_processed",
+                "Outcomes by what they were; db_timeout and db_error: not recorded at the first try",
+            ),
             retries: kept(r, "outbox_retry", "Outcomes that wait for another attempt, by attempt"),
             expired: kept(r, "outbox_lock_lease_expired", "Messages taken over from a worker that never came back"),
             held: kept(r, "outbox_held", "Messages this process holds"),
@@ -279,6 +283,11 @@ impl Observer for Meters {
         if told.outcome == FlushCode::Retry {
             self.retries.get_or_create(&Attempt { lane, attempt: told.attempt }).inc();
         }
+    }
+
+    fn unrecorded(&self, lane: &str, trouble: FlushCode, messages: u64) {
+        let outcome = Outcome { lane: lane.to_owned(), outcome: trouble.as_str() };
+        self.processed.get_or_create(&outcome).inc_by(messages);
     }
 
     fn took(&self, lane: &str, phase: Phase, time: Duration) {

@@ -3,7 +3,8 @@
 
 use axum::http::StatusCode;
 use postrider::Outbox;
-use postrider::store::Shown;
+use postrider::error::Kind;
+use postrider::store::{Requeued, Retried, Shown, Status};
 use postrider_memories::{Action, LANE, MOST_SPACES, Memories, NewMemory, Question, Scope as Reach, Stored};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -15,6 +16,8 @@ use crate::tokens::Scope;
 
 /// Messages of one kind counted in a lane; where there are more, the answer says so.
 const MOST_COUNTED: u64 = 50_000;
+/// Without these no memory is taken.
+const NEEDED: [&str; 3] = ["store", "audit", "outbox"];
 
 /// What a caller is answered.
 pub struct Answered {
@@ -68,7 +71,7 @@ pub const TOOLS: [Tool; 6] = [
                     "evidence_refs": { "type": "array", "items": { "type": "string" }, "description": "Where it comes from: URIs like mr://project/123 or git://repo/SHA" },
                     "meta_json": { "type": "object", "description": "Anything else to keep with it" },
                     "actor_user_id": { "type": "string", "description": "On whose behalf it is stored" },
-                    "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities the gate may leave out" }
+                    "skip": { "type": "array", "items": { "type": "string" }, "description": "Capabilities to do without: with openmemory the memory is queued at once" }
                 },
                 "required": ["payload_md"],
                 "additionalProperties": false
@@ -118,13 +121,13 @@ pub const TOOLS: [Tool; 6] = [
     },
     Tool {
         name: "outbox_requeue",
-        title: "Bring dead messages back",
-        about: "Give messages that were given up (`dead`) another try, by their ids. Only after what made them fail has been corrected.",
+        title: "Try messages again",
+        about: "Give messages another try, by their ids. What was given up (`dead`) comes back: only after what made it fail has been corrected. What still waits, like a deferred memory, is tried now instead of later (`retried: true`).",
         input: || {
             json!({
                 "type": "object",
                 "properties": {
-                    "ids": { "type": "array", "items": { "type": "integer" }, "minItems": 1, "maxItems": 1000, "description": "Ids of dead messages" }
+                    "ids": { "type": "array", "items": { "type": "integer" }, "minItems": 1, "maxItems": 1000, "description": "Ids of messages, like the outbox_id of a deferred memory" }
                 },
                 "required": ["ids"],
                 "additionalProperties": false
@@ -235,7 +238,11 @@ impl Tools {
         correlation_id: &str,
     ) -> Answered {
         let answered = self.try_call(caller, name, arguments, correlation_id).await;
-        answered.unwrap_or_else(|refusal| Answered::refused(refusal, correlation_id))
+        let mut answered = answered.unwrap_or_else(|refusal| Answered::refused(refusal, correlation_id));
+        if let Some(body) = answered.body.as_object_mut() {
+            body.entry("correlation_id").or_insert_with(|| json!(correlation_id));
+        }
+        answered
     }
 
     async fn try_call(
@@ -294,11 +301,12 @@ impl Tools {
     ) -> Result<Answered, Refusal> {
         let memories = self.memories()?;
         caller.may_enter(arguments.target_space.as_deref().unwrap_or(memories.default_space()))?;
-        // The gate never refuses a store, so there is nothing to skip; a name it does not know is a mistake all the same.
         let skip = arguments.skip.unwrap_or_default();
-        GateRules::default()
-            .with(&skip)
-            .map_err(|why| Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", why))?;
+        let wrong = |why: String| Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", why);
+        GateRules::default().with(&skip).map_err(wrong)?;
+        if let Some(needed) = skip.iter().find(|name| NEEDED.contains(&name.as_str())) {
+            return Err(wrong(format!("a store cannot do without `{needed}`: nothing is written unaudited or lost")));
+        }
         let memory = NewMemory {
             payload_md: arguments.payload_md,
             target_space: arguments.target_space,
@@ -307,6 +315,7 @@ impl Tools {
             evidence_refs: arguments.evidence_refs.unwrap_or_default(),
             actor_user_id: arguments.actor_user_id,
             correlation_id: correlation_id.to_owned(),
+            skip_openmemory: skip.iter().any(|name| name == "openmemory"),
         };
         let answer = memories.store(memory).await;
         if let Some(meters) = &self.meters {
@@ -368,9 +377,22 @@ impl Tools {
                 results.push(json!({ "id": id, "outcome": "not_found" }));
                 continue;
             };
-            let requeued = match &self.memories {
-                Some(memories) if shown.lane == LANE => memories.requeue(&[id]).await?,
-                _ => self.outbox.requeue(vec![id]).await?,
+            let memories = self.memories.as_ref().filter(|_| shown.lane == LANE);
+            if shown.status != Status::Dead {
+                let retried = match memories {
+                    Some(memories) => memories.retry(id).await,
+                    None => self.outbox.retry(id).await,
+                };
+                let retried = match retried {
+                    Err(error) if error.kind == Kind::LaneOwned => false,
+                    retried => retried? == Retried::Retried,
+                };
+                results.push(json!({ "id": id, "outcome": Requeued::NotDead, "retried": retried }));
+                continue;
+            }
+            let requeued = match memories {
+                Some(memories) => memories.requeue(&[id]).await?,
+                None => self.outbox.requeue(vec![id]).await?,
             };
             results.push(json!({ "id": id, "outcome": requeued.first() }));
         }

@@ -1,23 +1,26 @@
-//! Traces over OTLP: `outbox.process` from the first byte to the recorded outcome, and in it `broker.send`, the delivery
-//! itself. Both continue the trace of whoever enqueued the message, and the destination continues ours.
+//! Traces over OTLP: `outbox.process` from the delivery's begin to the recorded outcome, and in it `broker.send`, the send
+//! alone, with its round trip. Both continue the trace of whoever enqueued the message, and the destination continues ours.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use http_body_util::Full;
 use opentelemetry::propagation::TextMapPropagator;
-use opentelemetry::trace::{SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
+use opentelemetry::trace::{
+    Span, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceId, TraceState, Tracer, TracerProvider,
+};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_http::{HttpClient, HttpError};
 use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
+use opentelemetry_sdk::trace::{IdGenerator, RandomIdGenerator, SdkTracer, SdkTracerProvider};
 use postrider::couriers::exchange::{Answer, Exchange, Resolve, System};
-use postrider::observe::{Observer, Told};
+use postrider::observe::{Observer, Told, Trip, followed};
 use postrider::outcome::FlushCode;
 use postrider::{Begin, Courier, Message, Outcome};
 use tokio::runtime::Handle;
@@ -66,7 +69,11 @@ impl Traces {
             SpanExporter::builder().with_http().with_http_client(Collector::new(resolver)?).with_timeout(PATIENCE);
         let exporter = exporter.with_endpoint(url.to_string()).build().map_err(|e| wrong(&e))?;
         let resource = Resource::builder().with_service_name("postrider").build();
-        let provider = SdkTracerProvider::builder().with_resource(resource).with_batch_exporter(exporter).build();
+        let provider = SdkTracerProvider::builder()
+            .with_resource(resource)
+            .with_id_generator(Ids::default())
+            .with_batch_exporter(exporter)
+            .build();
         Ok(Arc::new(Traces { tracer: provider.tracer("postrider"), provider, open: Mutex::default() }))
     }
 
@@ -89,8 +96,8 @@ impl Traces {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins both spans; answers the delivery's and the message as the destination shall see it.
-    fn begin(&self, message: &Message, adapter: &str) -> (Context, Message) {
+    /// Begins the process; answers what the send will be called, and the message as the destination shall see it.
+    fn begin(&self, message: &Message) -> (Sending, Message) {
         let carrier: HashMap<String, String> =
             message.headers.iter().map(|(name, value)| (name.to_ascii_lowercase(), value.clone())).collect();
         let propagator = TraceContextPropagator::new();
@@ -106,25 +113,39 @@ impl Traces {
             ])
             .start_with_context(&self.tracer, &enqueuer);
         let process = enqueuer.with_span(process);
-        let send = self
-            .tracer
-            .span_builder("broker.send")
-            .with_kind(SpanKind::Client)
-            .with_attributes([KeyValue::new("adapter", adapter.to_owned())])
-            .start_with_context(&self.tracer, &process);
-        let send = process.with_span(send);
+        let (id, whole) = (Ids::default().0.new_span_id(), process.span().span_context().clone());
+        let send = SpanContext::new(whole.trace_id(), id, whole.trace_flags(), false, TraceState::default());
+        let sending = Sending { id, process: process.clone() };
         // An earlier attempt of the same message whose outcome nobody told ends here.
         self.open().insert(message.id, process);
         let mut headers = HashMap::new();
-        propagator.inject_context(&send, &mut headers);
+        propagator.inject_context(&Context::new().with_remote_span_context(send), &mut headers);
         let mut message = message.clone();
         message.headers.retain(|(name, _)| !headers.contains_key(&name.to_ascii_lowercase()));
         message.headers.extend(headers.into_iter().filter(|(_, value)| !value.is_empty()));
-        (send, message)
+        (sending, message)
     }
 
-    fn sent(&self, id: i64, send: &Context, outcome: &Outcome) {
-        let span = send.span();
+    /// The send as it was, if there was one; and what came of the delivery.
+    fn sent(&self, id: i64, sending: &Sending, adapter: &str, trip: Option<Trip>, outcome: &Outcome) {
+        // What is only deferred has no outcome to wait for.
+        if matches!(outcome, Outcome::Defer { .. }) {
+            self.open().remove(&id);
+        }
+        let Some(trip) = trip else { return };
+        let began = UNIX_EPOCH + Duration::from_micros(trip.began.micros().max(0) as u64);
+        NEXT.set(Some(sending.id));
+        let mut span = self
+            .tracer
+            .span_builder("broker.send")
+            .with_kind(SpanKind::Client)
+            .with_start_time(began)
+            .with_attributes([
+                KeyValue::new("adapter", adapter.to_owned()),
+                KeyValue::new("rtt_ms", trip.took.as_secs_f64() * 1000.0),
+            ])
+            .start_with_context(&self.tracer, &sending.process);
+        NEXT.set(None);
         match outcome {
             Outcome::Sent { .. } => {}
             Outcome::Retry { fault, .. } | Outcome::Dead(fault) => {
@@ -133,11 +154,7 @@ impl Traces {
             }
             Outcome::Defer { code, .. } => span.set_attribute(KeyValue::new("reason_code", code.to_string())),
         }
-        span.end();
-        // What is only deferred has no outcome to wait for.
-        if matches!(outcome, Outcome::Defer { .. }) {
-            self.open().remove(&id);
-        }
+        span.end_with_timestamp(began + trip.took);
     }
 }
 
@@ -153,6 +170,31 @@ impl Observer for Traces {
             span.set_status(Status::error(told.outcome.as_str()));
         }
         span.end();
+    }
+}
+
+/// A delivery under way: the span its send will be, and the one around it.
+struct Sending {
+    id: SpanId,
+    process: Context,
+}
+
+thread_local! {
+    /// The id of the next span of this thread, if it was told to a destination before the span was made.
+    static NEXT: Cell<Option<SpanId>> = const { Cell::new(None) };
+}
+
+/// Random ids, but for a span whose id is known already.
+#[derive(Debug, Default)]
+struct Ids(RandomIdGenerator);
+
+impl IdGenerator for Ids {
+    fn new_trace_id(&self) -> TraceId {
+        self.0.new_trace_id()
+    }
+
+    fn new_span_id(&self) -> SpanId {
+        NEXT.take().unwrap_or_else(|| self.0.new_span_id())
     }
 }
 
@@ -172,16 +214,16 @@ impl Courier for Traced {
     }
 
     async fn deliver(&self, message: &Message) -> Outcome {
-        let (send, message) = self.traces.begin(message, self.name());
-        let outcome = self.courier.deliver(&message).await;
-        self.traces.sent(message.id, &send, &outcome);
+        let (sending, message) = self.traces.begin(message);
+        let (outcome, trip) = followed(self.courier.deliver(&message)).await;
+        self.traces.sent(message.id, &sending, self.name(), trip, &outcome);
         outcome
     }
 
     async fn deliver_begun(&self, message: &Message, begin: &Begin) -> Outcome {
-        let (send, message) = self.traces.begin(message, self.name());
-        let outcome = self.courier.deliver_begun(&message, begin).await;
-        self.traces.sent(message.id, &send, &outcome);
+        let (sending, message) = self.traces.begin(message);
+        let (outcome, trip) = followed(self.courier.deliver_begun(&message, begin)).await;
+        self.traces.sent(message.id, &sending, self.name(), trip, &outcome);
         outcome
     }
 }

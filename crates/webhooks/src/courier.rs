@@ -13,6 +13,7 @@ use http_body_util::Full;
 use postrider::clock::{self, Tick};
 use postrider::couriers::exchange::{Answer, retry_after};
 use postrider::error::Kind;
+use postrider::observe::sending;
 use postrider::outcome::{Fault, Reach, Verdict};
 use postrider::store::Mode;
 use postrider::tx::{Tx, Value, in_ids};
@@ -347,7 +348,7 @@ impl Webhooks {
             Ok(request) => request,
             Err(code) => return Report::not_sent(code),
         };
-        let answer = self.0.exchange.send(request, subscription.timeout(&self.0.settings)).await;
+        let answer = sending(self.0.exchange.send(request, subscription.timeout(&self.0.settings))).await;
         let took = Tick::now().since(tick);
         let version = Some(subscription.version);
         let report = Report { started_at, took, version, kept_at: Tick::now(), ..Report::not_sent("") };

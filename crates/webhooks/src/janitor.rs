@@ -16,9 +16,13 @@ use crate::{Webhooks, catalog};
 const BATCH: usize = 500;
 
 impl Webhooks {
-    /// Deletes all that is old enough; answers how many sagas and events went.
+    /// Deletes all that is past the configured retention; answers how many sagas and events went.
     pub async fn prune(&self) -> Result<(usize, usize)> {
-        let retention = self.0.settings.retention;
+        self.prune_older_than(self.0.settings.retention).await
+    }
+
+    /// Deletes what ended longer ago than this; answers how many sagas and events went.
+    pub async fn prune_older_than(&self, retention: Duration) -> Result<(usize, usize)> {
         let (mut sagas, mut events) = (0, 0);
         let mut after = Some(0);
         while let Some(from) = after {

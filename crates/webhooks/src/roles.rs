@@ -19,8 +19,13 @@ const JOB_KEYS: &str = "SELECT(id, lane, active_key, payload_sha)";
 const WAITING_JOBS: &str =
     "SELECT(id, lane, shard_id, active_key, payload_sha, target, due_at, locked_by, last_error_code, updated_at)";
 
-/// What everybody reads: which database this is, and whether subscriptions have changed.
-const ALL: [(&str, &[&str]); 2] = [("postrider_meta", &["SELECT"]), ("webhook_state", &["SELECT"])];
+/// What everybody reads: which database this is, of which version, with which lanes, and whether subscriptions have changed.
+const ALL: [(&str, &[&str]); 4] = [
+    ("postrider_meta", &["SELECT"]),
+    ("postrider_migrations", &["SELECT"]),
+    ("outbox_lanes", &["SELECT"]),
+    ("webhook_state", &["SELECT"]),
+];
 
 /// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that. Whoever takes rows that
 /// nobody else has locked needs a right to change one of their columns: FOR UPDATE asks for it.
@@ -113,6 +118,16 @@ impl Role {
     pub fn all_rights(&self) -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
         self.rights.iter().copied().chain(ALL)
     }
+
+    /// On MySQL active keys are a table beside the messages: whoever makes jobs takes keys, whoever ends them frees them.
+    fn active_key_rights(&self) -> Option<&'static [&'static str]> {
+        let (_, jobs) = self.rights.iter().find(|(table, _)| *table == "outbox")?;
+        match (jobs.contains(&"INSERT"), jobs.contains(&"DELETE")) {
+            (true, _) => Some(&["SELECT", "INSERT", "UPDATE", "DELETE"]),
+            (false, true) => Some(&["SELECT", "DELETE"]),
+            (false, false) => None,
+        }
+    }
 }
 
 /// Tables whose ids come from a sequence of their own (PostgreSQL).
@@ -128,28 +143,38 @@ const SEQUENCES: [(&str, &str); 9] = [
     ("write_audit", "write_audit_audit_id_seq"),
 ];
 
-/// `SELECT(a, b)` as the database writes it: `SELECT (a, b)`.
-fn right(text: &str) -> String {
-    text.replacen('(', " (", 1)
+/// The statement that makes a role, if there is none of that name.
+pub fn creation(dialect: Dialect, role: &str) -> String {
+    match dialect {
+        // Another process may be making it at the same time.
+        Dialect::Postgres => format!(
+            "DO $$ BEGIN IF NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = '{role}') THEN CREATE ROLE {role} NOLOGIN; END IF;
+             EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL; END $$"
+        ),
+        _ => format!("CREATE ROLE IF NOT EXISTS {role}"),
+    }
+}
+
+/// The statement that gives a role rights on a table. `SELECT(a, b)` is written `SELECT (a, b)` there.
+pub fn grant(role: &str, table: &str, rights: &[&str]) -> String {
+    let rights: Vec<String> = rights.iter().map(|text| text.replacen('(', " (", 1)).collect();
+    format!("GRANT {} ON {table} TO {role}", rights.join(", "))
 }
 
 fn statements(dialect: Dialect) -> Vec<String> {
     let mut all = Vec::new();
     for role in &ROLES {
         let name = role.name;
-        all.push(match dialect {
-            Dialect::Postgres => format!(
-                "DO $$ BEGIN IF NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = '{name}') THEN CREATE ROLE {name} NOLOGIN; END IF; END $$"
-            ),
-            _ => format!("CREATE ROLE IF NOT EXISTS {name}"),
-        });
+        all.push(creation(dialect, name));
         for (table, rights) in role.all_rights() {
-            let rights_text: Vec<String> = rights.iter().map(|text| right(text)).collect();
-            all.push(format!("GRANT {} ON {table} TO {name}", rights_text.join(", ")));
+            all.push(grant(name, table, rights));
             let sequence = SEQUENCES.iter().find(|(of, _)| *of == table).filter(|_| rights.contains(&"INSERT"));
             if let (Dialect::Postgres, Some((_, sequence))) = (dialect, sequence) {
                 all.push(format!("GRANT USAGE ON SEQUENCE {sequence} TO {name}"));
             }
+        }
+        if dialect == Dialect::Mysql {
+            all.extend(role.active_key_rights().map(|rights| grant(name, "outbox_active_keys", rights)));
         }
     }
     all

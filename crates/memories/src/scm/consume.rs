@@ -319,5 +319,6 @@ fn memory_of(repo: &Repo, item: &Item, most_bytes: usize) -> NewMemory {
         evidence_refs: vec![cards::evidence(&item.uri, &item.change, patch)],
         actor_user_id: None,
         correlation_id: format!("scm-{}-{}", repo.repo_id, item.id),
+        skip_openmemory: false,
     }
 }

@@ -28,7 +28,7 @@ use crate::kv;
 /// Records of one transaction.
 pub(crate) const BATCH: usize = 500;
 /// How often a call over the network is made, in all.
-const TRIES: u32 = 3;
+const RETRIES: u32 = 3;
 /// Where watermarks are kept.
 const WATERMARKS: &str = "scm.sync";
 
@@ -258,13 +258,13 @@ impl Scm {
     ) -> Result<Synced, Halt> {
         let key = rows::watermark_key(repo);
         let watermark = self.value(WATERMARKS, &key).await?;
-        let mut history = thrice(async || source.open(watermark.as_ref()).await).await?;
+        let mut history = persistently(async || source.open(watermark.as_ref()).await).await?;
         let (mut seen, mut new, mut skipped) = (0, 0, 0);
         loop {
             let mut tries = 1;
             let batch = loop {
                 match history.next().await {
-                    Err(Trouble::Network(why)) if tries < TRIES => {
+                    Err(Trouble::Network(why)) if tries <= RETRIES => {
                         tracing::warn!(why, tries, "the network failed; trying again");
                         tokio::time::sleep(pause(tries)).await;
                         tries += 1;
@@ -403,7 +403,7 @@ impl Scm {
             let Some((last, _)) = open.last() else { break };
             after = *last;
             for (id, rev) in open {
-                match thrice(async || source.diff(&rev).await).await {
+                match persistently(async || source.diff(&rev).await).await {
                     Ok(patch) => {
                         let found = Arc::new((source.uri(&rev), patch));
                         let written = self.transact(Mode::Write, move |tx| {
@@ -435,12 +435,12 @@ fn pause(tries: u32) -> Duration {
     Duration::from_millis(200 << tries)
 }
 
-/// Network failures are tried three times in all; anything else ends it at once.
-async fn thrice<T>(mut call: impl AsyncFnMut() -> Result<T, Trouble>) -> Result<T, Trouble> {
+/// Network failures are tried three times more; anything else ends it at once.
+async fn persistently<T>(mut call: impl AsyncFnMut() -> Result<T, Trouble>) -> Result<T, Trouble> {
     let mut tries = 1;
     loop {
         match call().await {
-            Err(Trouble::Network(why)) if tries < TRIES => {
+            Err(Trouble::Network(why)) if tries <= RETRIES => {
                 tracing::warn!(why, tries, "the network failed; trying again");
                 tokio::time::sleep(pause(tries)).await;
                 tries += 1;

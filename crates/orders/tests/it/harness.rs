@@ -55,6 +55,8 @@ pub enum Act {
     Babble,
     /// Executes, and says that it was this much, at this price.
     Say(i64, i64),
+    /// The adapter itself fails, and does not say why.
+    Panic,
 }
 
 /// A broker in memory: executes what it is sent, unless the script says otherwise.
@@ -141,6 +143,7 @@ impl Adapter for Broker {
         };
         match act {
             Act::Refuse(reason, reach) => refused(reason, reach),
+            Act::Panic => panic!("as told"),
             Act::LoseReply => {
                 self.execute(sending.key);
                 refused(Reason::Timeout, Reach::Unknown)

@@ -30,6 +30,7 @@ on_every_store!(
     poison_in_doubt_is_parked,
     damage_strands_nobody,
     a_hand_that_died_half_way,
+    an_adapter_that_fails_without_a_reason_is_tried_again,
 );
 
 fn by() -> By {
@@ -95,6 +96,29 @@ async fn budgets_end_only_what_was_never_in_doubt(ground: Ground) {
     home.place("doubtful").await;
     home.work_until("doubtful", "succeeded").await;
     assert_eq!(home.view("doubtful").await.1, 5, "more than the budget, and not given up");
+}
+
+async fn an_adapter_that_fails_without_a_reason_is_tried_again(ground: Ground) {
+    let home = ground.open(Idempotency::Key).await;
+    home.broker.next(&[Act::Panic]);
+    let id = home.place("once").await;
+    home.work_until("once", "succeeded").await;
+    assert_eq!((home.broker.executions("once"), home.broker.sends()), (1, 2));
+    let history = home.rows(&format!("SELECT kind, code FROM outbox_attempts WHERE outbox_id = {id}")).await;
+    let history: Vec<(String, String)> =
+        history.iter().map(|row| (row.text(0).unwrap(), row.text(1).unwrap())).collect();
+    assert_eq!(history, [("retry".to_owned(), "INTERNAL_ERROR".to_owned())]);
+
+    home.broker.next(&[Act::Panic, Act::Panic, Act::Panic]);
+    home.place("always").await;
+    home.work_until("always", "aborted").await;
+    let entry = home.entry("always").await;
+    assert_eq!(
+        (entry.status, entry.http_status, entry.reason_code.as_deref()),
+        (Status::Failed, Some(500), Some("INTERNAL_ERROR"))
+    );
+    // Where nobody can tell what became of it, a person must.
+    drop(home);
 }
 
 async fn refusals_end_at_once(ground: Ground) {

@@ -17,6 +17,7 @@ use crate::courier::Courier;
 use crate::decide::{HttpClass, HttpClasses, honours_retry_after};
 use crate::error::{Error, Result};
 use crate::message::Message;
+use crate::observe::sending;
 use crate::outcome::{Fault, Outcome, Reach};
 
 /// More headers than any message within its limits has; a header map that is full panics.
@@ -170,7 +171,7 @@ impl Courier for Http {
             Ok(request) => request,
             Err(e) => return Outcome::Dead(Fault::new("INVALID_HEADER", e.to_string(), Reach::NeverSent)),
         };
-        let (status, headers, body) = match self.exchange.send(request, self.timeout).await {
+        let (status, headers, body) = match sending(self.exchange.send(request, self.timeout)).await {
             Answer::Answered { status, headers, body, .. } => (status, headers, body),
             Answer::Unanswered { code, cause, reach, .. } => return self.unanswered(code, &cause, reach),
         };

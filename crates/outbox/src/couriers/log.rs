@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 
 use crate::courier::Courier;
 use crate::message::{Message, hex};
+use crate::observe::sending;
 use crate::outcome::{Outcome, Reach};
 
 /// A line must be taken within this time, and is tried again after that one.
@@ -47,7 +48,7 @@ impl Courier for Log {
             true => STDERR.get_or_init(|| Printer::start(stderr())),
             false => STDOUT.get_or_init(|| Printer::start(stdout())),
         };
-        printer.print(line, PATIENCE).await
+        sending(printer.print(line, PATIENCE)).await
     }
 }
 

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 pub use self::log::Log;
 use crate::courier::Courier;
 use crate::message::Message;
+use crate::observe::sending;
 use crate::outcome::Outcome;
 
 /// Delivers nothing, successfully. For measuring.
@@ -24,6 +25,6 @@ impl Courier for Noop {
     }
 
     async fn deliver(&self, _: &Message) -> Outcome {
-        Outcome::sent()
+        sending(async { Outcome::sent() }).await
     }
 }

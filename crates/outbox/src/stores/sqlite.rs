@@ -405,7 +405,7 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
             "UPDATE outbox SET lease_token = ?1, locked_by = ?2, locked_at = ?3, lease_until = ?4, crashes = ?5, maybe_sent = ?6, updated_at = ?3 WHERE id = ?7",
         )?;
         for m in &messages {
-            update.execute(rusqlite::params![
+            let updated = update.execute(rusqlite::params![
                 m.lease_token,
                 claim.owner,
                 now.micros(),
@@ -414,6 +414,10 @@ fn claim(tx: &mut SqliteTx, claim: &Claim) -> Result<Claimed> {
                 m.maybe_sent,
                 m.id
             ])?;
+            // A row that does not take its lock must not be handed out: nothing is claimed then.
+            if updated != 1 {
+                return Err(rusqlite::Error::StatementChangedRows(updated));
+            }
         }
         Ok(messages)
     };

@@ -25,6 +25,7 @@ use crate::outcome::{Outcome, Reach, Settled, code};
 use crate::store::{Prune, Store};
 
 const TELL_EVERY: Duration = Duration::from_millis(500);
+const ONCE_POLL: Duration = Duration::from_millis(100);
 const STRAYS_EVERY: Duration = Duration::from_secs(3);
 /// Audits are kept this long, whatever became of their messages.
 const AUDIT_RETENTION: Duration = Duration::from_secs(400 * 24 * 3600);
@@ -125,6 +126,10 @@ impl Worker {
             }
             if lane.shards.is_empty() {
                 lane.shards = (0..rules.shards).collect();
+            }
+            if self.once {
+                // Whether anything is left is asked at once, however seldom the lane is polled otherwise.
+                lane.poll = lane.poll.min(ONCE_POLL);
             }
         }
         let served: Vec<Served> = self.lanes.iter().map(|lane| Served::new(lane, &self.outbox)).collect();

@@ -168,7 +168,7 @@ async fn mysql_plans() {
         let Raw::Mysql(mut conn) = db.raw().await else { unreachable!() };
         conn.query_drop("ANALYZE TABLE outbox, outbox_done").await.unwrap();
         let mut plan = async |sql: &str| -> Vec<Step> {
-            let rows: Vec<mysql_async::Row> = conn.query(format!("EXPLAIN {sql}")).await.expect(sql);
+            let rows: Vec<mysql_async::Row> = conn.query(format!("EXPLAIN FORMAT=TRADITIONAL {sql}")).await.expect(sql);
             let text = |row: &mysql_async::Row, name: &str| row.get::<Option<String>, _>(name).flatten();
             rows.iter()
                 .map(|row| Step {

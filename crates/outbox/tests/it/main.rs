@@ -21,6 +21,7 @@ mod looking;
 mod lost_replies;
 mod operating;
 mod others;
+mod protocol;
 mod schema;
 mod settling;
 mod sql_docs;

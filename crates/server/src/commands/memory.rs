@@ -261,6 +261,7 @@ async fn store(memories: &Memories, args: StoreMemory, output: Output) -> Result
             actor_user_id: args.actor,
             meta_json: meta(args.meta.as_deref())?,
             correlation_id: new_correlation_id(),
+            skip_openmemory: false,
         })
         .await;
     if stored.error == Some(postrider_memories::code::INVALID_MEMORY) {

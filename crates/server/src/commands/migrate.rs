@@ -8,6 +8,7 @@ use crate::database;
 use crate::failure::{Ending, Result};
 use crate::output::Output;
 use crate::parts;
+use crate::roles;
 
 pub async fn run(config: &Config, args: Migrate, output: Output) -> Result<Ending> {
     if args.check {
@@ -16,7 +17,7 @@ pub async fn run(config: &Config, args: Migrate, output: Output) -> Result<Endin
     let outbox = database::open(config).await?;
     let ran = outbox.migrate().await?;
     let roles = match args.roles {
-        true => parts::webhooks(config, &outbox).await?.make_roles().await?,
+        true => roles::make(&outbox, &parts::webhooks(config, &outbox).await?).await?,
         false => vec![],
     };
     if !roles.is_empty() {

@@ -108,7 +108,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
 }
 
 /// Are tokens needed? Refuses to be open to everybody.
-async fn check_access(config: &Config, address: SocketAddr, outbox: &Outbox) -> Result<bool> {
+pub async fn check_access(config: &Config, address: SocketAddr, outbox: &Outbox) -> Result<bool> {
     let required = config.auth == AuthMode::Always || !address.ip().is_loopback();
     if required && !Tokens::new(outbox.clone()).any().await? {
         return Err(Failure::usage(format!(

@@ -30,6 +30,13 @@ pub async fn run(config: &Config, args: cli::Webhooks, output: Output) -> Result
         }
         cli::Webhooks::Requeue { id } => requeue(&webhooks, id, output).await,
         cli::Webhooks::Replay(args) => replay(&webhooks, args, output).await,
+        cli::Webhooks::Purge { older_than } => {
+            let (sagas, events) = webhooks.prune_older_than(older_than).await?;
+            output.show(&json!({ "sagas": sagas, "events": events }), || {
+                format!("{sagas} deliveries and {events} events were deleted")
+            })?;
+            Ok(Ending::Done)
+        }
         cli::Webhooks::Reseal => {
             let count = webhooks.reseal().await?;
             output.show(&json!({ "resealed": count }), || {

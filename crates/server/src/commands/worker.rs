@@ -1,5 +1,6 @@
 //! `postrider worker`: serves lanes until a signal, or once.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,11 +13,14 @@ use postrider_orders::Orders;
 use postrider_webhooks::{LANE, Webhooks};
 use serde_json::json;
 
+use super::serve::check_access;
 use crate::alerts;
 use crate::cli::Worker;
 use crate::config::{ALERTS, Broker, Config, Lane};
 use crate::database;
 use crate::failure::{Ending, Failure, Result};
+use crate::http::Scrape;
+use crate::metrics::Meters;
 use crate::output::Output;
 use crate::parts::Parts;
 use crate::roll::Roll;
@@ -45,7 +49,7 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     }
     let lanes = chosen(config, &args)?;
     let outbox = database::open_ready(config).await?;
-    outbox.register_lanes().await?;
+    database::register_lanes(&outbox).await?;
     database::warn(config);
     let traces = Traces::configured(config)?;
     let parts = Parts::open(config, &outbox).await?;
@@ -63,7 +67,13 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
     let served: Vec<&str> = lanes.iter().map(|(name, _)| *name).collect();
     let calls = config.enabled && !args.once;
     let (roll, calling) = calls.then(|| Roll::start(&outbox, worker.owner(), &served, stopped.clone())).unzip();
-    let mut observers: Vec<Arc<dyn Observer>> = roll.map(|roll| roll as Arc<dyn Observer>).into_iter().collect();
+    let meters = Arc::new(Meters::new());
+    let scraping = match args.metrics {
+        Some(address) => Some(scrape(config, &outbox, &parts, &meters, address, stopped.clone()).await?),
+        None => None,
+    };
+    let mut observers: Vec<Arc<dyn Observer>> = vec![meters];
+    observers.extend(roll.map(|roll| roll as Arc<dyn Observer>));
     observers.extend(traces.clone().map(|traces| traces as Arc<dyn Observer>));
     worker = worker.observer(Arc::new(observers));
     announce(config, &args, &lanes);
@@ -79,7 +89,7 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         let consumer = if tends { consume(config, &outbox, &parts) } else { None };
         let report = worker.run(shutdown).await;
         let _ = stop.send(true);
-        for task in [orchestrator, tending, calling].into_iter().flatten() {
+        for task in [orchestrator, tending, calling, scraping].into_iter().flatten() {
             let _ = task.await;
         }
         for task in [reaper, consumer].into_iter().flatten() {
@@ -104,6 +114,25 @@ pub async fn run(config: &mut Config, args: Worker, output: Output) -> Result<En
         traces.end().await;
     }
     finish(&report, &args, output)
+}
+
+/// Shows the process's numbers to Prometheus.
+async fn scrape(
+    config: &Config,
+    outbox: &Outbox,
+    parts: &Parts,
+    meters: &Arc<Meters>,
+    address: SocketAddr,
+    stopped: tokio::sync::watch::Receiver<bool>,
+) -> Result<tokio::task::JoinHandle<()>> {
+    let tokens_required = check_access(config, address, outbox).await?;
+    let (outbox, memories, meters) = (outbox.clone(), parts.memories.clone(), meters.clone());
+    let scrape = Scrape { outbox, memories, meters, tokens_required };
+    let (address, task) = scrape.start(address, stopped).await.map_err(|e| {
+        Failure::usage(format!("cannot listen on {address}: {e}; choose another address with --metrics"))
+    })?;
+    tracing::info!("metrics on http://{address}/metrics");
+    Ok(task)
 }
 
 /// A worker for these lanes, as they are configured.

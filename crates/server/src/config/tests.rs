@@ -225,3 +225,23 @@ fn nonsense_is_refused_with_line_and_remedy() {
         }
     }
 }
+
+#[test]
+fn memory_is_worked_as_its_protocol_says() {
+    let lane = &config("[memory]\nurl = \"http://127.0.0.1:1\"\n").lanes["memory"].settings;
+    assert_eq!((lane.batch, lane.lease, lane.budgets.max_attempts), (10, Duration::from_secs(120), 5));
+    let (base, max) = (Duration::from_secs(60), Duration::from_secs(3600));
+    assert_eq!(lane.budgets.backoff, Backoff::Exponential { base, max, jitter: 0.3 });
+}
+
+#[test]
+fn orders_are_worked_as_their_protocol_says() {
+    let config = config("");
+    let lane = &config.lanes["orders"].settings;
+    assert_eq!((lane.concurrency, lane.batch, lane.lease), (4, 32, Duration::from_secs(120)));
+    assert_eq!((lane.poll, lane.budgets.max_attempts), (Duration::from_millis(500), 6));
+    let table = [5, 10, 20, 40, 80, 160].map(Duration::from_secs).to_vec();
+    assert_eq!(lane.budgets.backoff, Backoff::Table(table));
+    let Broker::Paper { settings, .. } = config.orders.broker else { panic!("the paper broker") };
+    assert_eq!(settings.timeout, Duration::from_millis(2500));
+}

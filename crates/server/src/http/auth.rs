@@ -136,7 +136,7 @@ const OF_PROXIES: [&str; 15] = [
 ];
 
 /// A request that a proxy passed on comes from this machine and from anywhere: without a token the world would be let in.
-fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
+pub fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
     let of_a_proxy = |name: &str| name.starts_with("x-forwarded") || OF_PROXIES.contains(&name);
     let Some(header) = headers.keys().map(|name| name.as_str()).find(|name| of_a_proxy(name)) else { return Ok(()) };
     let what = format!(
@@ -146,7 +146,7 @@ fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
 }
 
 /// A page of another site, open in a browser on this machine, must not act for its user.
-fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
+pub fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
     let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.contains(']') { host } else { name });
     // Another name for this machine is how a page gets around the rule on origins.

@@ -11,6 +11,11 @@ use utoipa::ToSchema;
 
 use crate::writes;
 
+tokio::task_local! {
+    /// The id of the request at hand: it is in the body of every error, too.
+    pub static CORRELATED: String;
+}
+
 /// An answer that is no success.
 #[derive(Clone, Debug)]
 pub struct Refusal {
@@ -24,6 +29,8 @@ pub struct Refusal {
 #[derive(Serialize, ToSchema)]
 pub struct ErrorBody {
     pub error: ErrorDetail,
+    /// As in `X-Correlation-ID`.
+    pub correlation_id: Option<String>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -64,7 +71,10 @@ impl Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let body = json!({"error": {"code": self.code, "message": self.message, "details": self.details}});
+        let mut body = json!({"error": {"code": self.code, "message": self.message, "details": self.details}});
+        if let Ok(id) = CORRELATED.try_with(Clone::clone) {
+            body["correlation_id"] = json!(id);
+        }
         let mut response = (self.status, Json(body)).into_response();
         if self.status == StatusCode::SERVICE_UNAVAILABLE || self.status == StatusCode::TOO_MANY_REQUESTS {
             response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER);
@@ -111,7 +121,7 @@ impl From<postrider::Error> for Refusal {
                 let message = "the database is not available; nothing was written. Try again soon";
                 Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", message)
             }
-            Kind::Database => {
+            Kind::Denied | Kind::Database => {
                 tracing::error!(%error, "the database refused");
                 Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL", "the database refused; the log says why")
             }

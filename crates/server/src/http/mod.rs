@@ -15,6 +15,7 @@ mod outbox;
 mod reach;
 mod reference;
 mod request;
+mod scrape;
 mod session;
 mod slots;
 mod traffic;
@@ -52,6 +53,7 @@ pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
 pub use orders::ledger_view;
+pub use scrape::Scrape;
 pub use slots::{RESERVE, Rules as SlotRules};
 pub use traffic::Patience;
 
@@ -247,6 +249,7 @@ fn described(app: &Arc<App>) -> OpenApiRouter {
         Scope::Operate,
         OpenApiRouter::new()
             .routes(routes!(outbox::requeue))
+            .routes(routes!(outbox::retry))
             .routes(routes!(bulk::requeue_many))
             .routes(routes!(outbox::pause))
             .routes(routes!(outbox::resume))
@@ -342,7 +345,17 @@ async fn frame(mut request: Request, next: Next) -> Response {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
-    let mut response = if request.extensions().get::<accept::ProbesOnly>().is_some() && !is_probe(&request) {
+    let told = id.to_str().unwrap_or_default().to_owned();
+    let mut response = error::CORRELATED.scope(told, answer(request, next)).await;
+    let headers = response.headers_mut();
+    headers.insert(CORRELATION_ID, id);
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+async fn answer(request: Request, next: Next) -> Response {
+    if request.extensions().get::<accept::ProbesOnly>().is_some() && !is_probe(&request) {
         auth::hear_out(request).await;
         let what = "this server has all the connections it bears, of this address or in all; try again soon";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", what).into_response()
@@ -358,12 +371,7 @@ async fn frame(mut request: Request, next: Next) -> Response {
             let what = "the request was not done within its deadline; whether it was written is unknown";
             Refusal::new(StatusCode::REQUEST_TIMEOUT, "TIMEOUT", what).into_response()
         })
-    };
-    let headers = response.headers_mut();
-    headers.insert(CORRELATION_ID, id);
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+    }
 }
 
 /// What is answered even where there is no room for anything else.

@@ -11,7 +11,7 @@ use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, Que
 use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use postrider::message::{check_lane_name, hex, sha256};
-use postrider::store::{Attempt, Filter, Requeued, Shown, Status};
+use postrider::store::{Attempt, Filter, Requeued, Retried, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -261,7 +261,7 @@ pub struct MessageView {
     /// Who holds it, or held it last and never came back. An outcome ends it.
     locked_by: Option<String>,
     locked_at: Option<String>,
-    /// Who holds it, or held it when it ended.
+    /// Who holds it, or held it when it ended; since its claim, or its last renewal.
     claimed_by: Option<String>,
     claimed_at: Option<String>,
     target: Option<String>,
@@ -470,6 +470,45 @@ pub async fn requeue(
         }
         _ => conflict("NOT_DEAD", format!("message {id} is {}; only dead ones come back", message.status.as_str())),
     }
+}
+
+/// What became of a message that was to be tried now.
+#[derive(Serialize, ToSchema)]
+pub struct RetryAnswer {
+    id: i64,
+    /// `retried`: it is due now; `leased`: a worker is at it; `ended`: it is over.
+    #[schema(example = "retried")]
+    outcome: &'static str,
+}
+
+/// Try a waiting message now
+///
+/// Whatever it waits for: its delay, its next attempt. What was given up comes back by `requeue`.
+#[utoipa::path(
+    post, path = "/v1/outbox/{lane_or_id}/retry", tag = "outbox",
+    params(("lane_or_id" = i64, Path, description = "A message's id")),
+    responses(
+        (status = 200, description = "What became of it", body = RetryAnswer),
+        (status = 409, description = "`LANE_OWNED`", body = ErrorBody),
+    )
+)]
+pub async fn retry(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Json<RetryAnswer>, Refusal> {
+    let id = id_of(path)?;
+    let (message, _) = find(&app, &caller, id).await?;
+    let retried = match &app.memories {
+        Some(memories) if message.lane == postrider_memories::LANE => memories.retry(id).await?,
+        _ => app.outbox.retry(id).await?,
+    };
+    let outcome = match retried {
+        Retried::Retried => "retried",
+        Retried::Leased => "leased",
+        Retried::Ended => "ended",
+    };
+    Ok(Json(RetryAnswer { id, outcome }))
 }
 
 /// Whether workers claim from a lane.

@@ -410,6 +410,51 @@ fn the_http_reference_is_what_the_server_describes() {
     );
 }
 
+/// A demand is asserted by a test that is there and runs, and none stands alone.
+#[test]
+fn every_demand_of_the_specifications_has_its_test() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = std::fs::read_to_string(root.join("docs/specifications.md")).unwrap();
+    let (mut demands, mut columns) = (0, 0);
+    for line in page.lines() {
+        let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
+        match cells.as_slice() {
+            _ if !line.starts_with('|') => columns = 0,
+            ["demand", "asserted by"] => columns = 2,
+            ["demand", "what we do", "why"] => columns = 3,
+            [dashes, ..] if dashes.starts_with("---") => {}
+            [_, tests] if columns == 2 => {
+                let named: Vec<&str> = tests.split('`').skip(1).step_by(2).collect();
+                assert!(!named.is_empty(), "nothing asserts: {line}");
+                named.iter().for_each(|name| assert!(is_a_test(&root, name), "there is no test `{name}`: {line}"));
+                demands += 1;
+            }
+            [_, _, _] if columns == 3 => demands += 1,
+            _ => panic!("not a row of {columns} columns: {line}"),
+        }
+    }
+    assert!(demands > 300, "only {demands} demands");
+}
+
+/// `crate::file::test`, as a test of its own or as a case that runs on every database.
+fn is_a_test(root: &Path, name: &str) -> bool {
+    let [of, file, test] = name.split("::").collect::<Vec<_>>()[..] else { return false };
+    let read = |folder: &str| std::fs::read_to_string(root.join(format!("crates/{of}/{folder}/{file}.rs")));
+    let Ok(text) = read("tests/it").or_else(|_| read("src")) else { return false };
+    let Some(before) = text.split(&format!("fn {test}(")).next().filter(|before| before.len() < text.len()) else {
+        return false;
+    };
+    let attribute = before.trim_end_matches("async ").trim_end().lines().last().unwrap_or_default().trim();
+    let is_test = attribute.starts_with("#[test]") || attribute.starts_with("#[tokio::test");
+    is_test
+        || text.split("on_every_store!").nth(1).is_some_and(|cases| {
+            cases
+                .split(['}', ')'])
+                .next()
+                .is_some_and(|cases| cases.split([',', '{', '(']).any(|case| case.trim() == test))
+        })
+}
+
 #[test]
 fn every_link_between_pages_leads_somewhere() {
     let mut pages: Vec<PathBuf> =

@@ -384,11 +384,17 @@ fn subversion_is_read_revision_by_revision() {
         assert_eq!(memory.contents().len(), 6);
         let cursor = home.text("SELECT value_json FROM kv WHERE namespace = 'gateway.consume'");
         assert!(serde_json::from_str::<Value>(&cursor).unwrap()["last_processed_rev"] == 6, "{cursor}");
-        // Nobody is there: three tries, an error, and the watermark where it was.
+        let keys =
+            home.rows("SELECT namespace, kv.key FROM kv WHERE namespace <> 'gateway.upstream' ORDER BY namespace");
+        let keys: Vec<(&str, &str)> = keys.iter().map(|row| (row[0].as_str(), row[1].as_str())).collect();
+        assert_eq!(keys, [("gateway.consume", "scm_consume:1"), ("scm.sync", "svn_cursor:1")]);
+        let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
+        assert_eq!(serde_json::from_str::<Value>(&watermark).unwrap(), json!({"last_rev": 6}));
+        // Nobody is there: three more tries, an error, and the watermark where it was.
         let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let away = home.run(&["scm", "sync", "svn", &format!("svn://{nobody}/repo")]);
         assert_eq!(away.code, 3, "{away:?}");
-        assert_eq!(away.stderr.matches("the network failed").count(), 2, "{away:?}");
+        assert_eq!(away.stderr.matches("the network failed").count(), 3, "{away:?}");
         assert_eq!(home.number("SELECT COUNT(*) FROM kv WHERE namespace = 'scm.sync'"), 1);
         assert_eq!(home.number("SELECT COUNT(*) FROM logbook_events WHERE event_type = 'scm_sync_failed'"), 1);
         home.run(&["scm", "sync", "svn", "ftp://x"]).refused(2, &["svn://host/repo"]);

@@ -13,4 +13,5 @@ mod orchestrating;
 mod publishing;
 mod receiver;
 mod roles;
+mod saga;
 mod subscribing;

@@ -7,7 +7,7 @@ use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription, Requeued, 
 use crate::harness::{Home, mysql, open_migrated, postgres, settings, sqlite, wait_until, worker};
 use crate::receiver::{Receiver, status_line};
 
-const TABLES: [&str; 17] = [
+const TABLES: [&str; 20] = [
     "events",
     "subscriptions",
     "subscription_gates",
@@ -20,6 +20,9 @@ const TABLES: [&str; 17] = [
     "webhook_keys",
     "outbox_alerts",
     "postrider_meta",
+    "postrider_migrations",
+    "outbox_lanes",
+    "outbox_pauses",
     "outbox",
     "outbox_done",
     "outbox_attempts",
@@ -37,6 +40,9 @@ fn column(table: &str) -> &'static str {
         "outbox_alerts" => "seen_until",
         "webhook_attempts" | "webhook_results" => "error_code",
         "outbox" | "outbox_done" => "target",
+        "postrider_migrations" => "name",
+        "outbox_lanes" => "owned_by",
+        "outbox_pauses" => "lane",
         "outbox_attempts" => "code",
         "outbox_keys" => "digest",
         "dead_letters" => "final_error_code",
@@ -99,6 +105,13 @@ async fn postgres_roles_may_what_is_told_and_nothing_else() {
     }
 }
 
+/// MariaDB and MySQL say it each in its own way.
+async fn default_role(admin: &mut mysql_async::Conn, role: &str, user: &str) -> String {
+    let version: String = admin.query_first("SELECT VERSION()").await.unwrap().unwrap();
+    let word = if version.contains("MariaDB") { "FOR" } else { "TO" };
+    format!("SET DEFAULT ROLE {role} {word} '{user}'@'%'")
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mysql_roles_may_what_is_told_and_nothing_else() {
     let home = mysql().await;
@@ -106,14 +119,16 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
     home.webhooks.make_roles().await.unwrap();
     let mut admin = mysql_async::Conn::from_url(&home.url).await.unwrap();
     let user = format!("tester_{}", std::process::id());
-    admin.query_drop(format!("CREATE OR REPLACE USER '{user}'@'%' IDENTIFIED BY 'secret'")).await.unwrap();
+    admin.query_drop(format!("DROP USER IF EXISTS '{user}'@'%'")).await.unwrap();
+    admin.query_drop(format!("CREATE USER '{user}'@'%' IDENTIFIED BY 'secret'")).await.unwrap();
     let mut url = url::Url::parse(&home.url).unwrap();
     url.set_username(&user).unwrap();
     url.set_password(Some("secret")).unwrap();
     for role in &ROLES {
         admin.query_drop(format!("GRANT {} TO '{user}'@'%'", role.name)).await.unwrap();
         // Only a role that is the user's default is in force when a database is chosen at the connect.
-        admin.query_drop(format!("SET DEFAULT ROLE {} FOR '{user}'@'%'", role.name)).await.unwrap();
+        let sql = default_role(&mut admin, role.name, &user).await;
+        admin.query_drop(sql).await.unwrap();
         let mut conn = mysql_async::Conn::from_url(url.as_str()).await.unwrap();
         for table in TABLES {
             for (right, sql) in operations(table) {
@@ -222,7 +237,8 @@ async fn mysql_roles_can_do_their_work() {
             admin.query_drop(format!("GRANT {role} TO all_{user}")).await.unwrap();
         }
         admin.query_drop(format!("GRANT all_{user} TO '{user}'@'%'")).await.unwrap();
-        admin.query_drop(format!("SET DEFAULT ROLE all_{user} FOR '{user}'@'%'")).await.unwrap();
+        let sql = default_role(&mut admin, &format!("all_{user}"), &user).await;
+        admin.query_drop(sql).await.unwrap();
     }
     a_round_in_the_roles(&home, async |process| {
         let mut url = url::Url::parse(&home.url).unwrap();

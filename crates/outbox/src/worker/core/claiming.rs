@@ -237,6 +237,7 @@ impl Core {
             // A moment of the database's clock, as far ahead of ours as it was of the database's.
             expires: message.deliver_before.filter(|_| !message.maybe_sent).map(|limit| now.plus(limit.since(db_now))),
             met_locks: 0,
+            key: message.active_key.clone().filter(|_| lane.settings.keyed),
         };
         if let Some(verdict) = decide::burial(&message, &lane.settings.budgets, db_now) {
             held.state = State::Settling;

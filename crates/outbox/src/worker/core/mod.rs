@@ -8,11 +8,13 @@ mod claiming;
 mod delivering;
 mod settling;
 mod suspects;
+mod telling;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::telling::Sample;
 use crate::clock::Tick;
 use crate::decide::{self, Before, Budgets, Decision};
 use crate::error::{Effect, Error, Kind};
@@ -69,6 +71,8 @@ pub struct LaneSettings {
     pub settle_wait: Duration,
     /// What the courier is called, in logs.
     pub adapter: String,
+    /// Its active keys are idempotency keys: logs tell their digests.
+    pub keyed: bool,
 }
 
 impl LaneSettings {
@@ -87,6 +91,7 @@ impl LaneSettings {
             one_destination: false,
             settle_wait: SETTLE_WAIT,
             adapter: String::new(),
+            keyed: false,
         }
     }
 
@@ -254,6 +259,8 @@ struct Held {
     expires: Option<Tick>,
     /// How often its outcome met somebody else's lock.
     met_locks: u32,
+    /// Its idempotency key, where the lane has them.
+    key: Option<String>,
 }
 
 #[derive(Debug, Default)]
@@ -395,6 +402,8 @@ struct Lane {
     /// Twins that wait for the first of them.
     twin_crowd: Option<Crowd>,
     tally: Tally,
+    /// How much is told of what simply succeeded.
+    successes: Sample,
 }
 
 #[derive(Debug)]
@@ -519,6 +528,7 @@ impl Core {
             twins: HashSet::new(),
             twin_crowd: None,
             tally: Tally::default(),
+            successes: Sample::default(),
         };
         Core {
             observer: Arc::new(Silent),

@@ -69,8 +69,10 @@ impl Core {
             Ok(answers) => answers,
             Err(error) => {
                 lane.settle_trouble.again(now, chance);
-                tracing::warn!(%error, lane = lane.settings.lane, entries = entries.len(), "a settle failed; it will be tried again");
                 let trouble = if error.kind == Kind::Timeout { FlushCode::DbTimeout } else { FlushCode::DbError };
+                let (name, messages) = (lane.settings.lane.as_str(), entries.len());
+                tracing::warn!(%error, lane = name, messages, outcome = trouble.as_str(), "a settle failed; it will be tried again");
+                self.observer.unrecorded(name, trouble, messages as u64);
                 let again = error.effect == Effect::Unknown;
                 for mut entry in entries {
                     entry.again |= again;
@@ -108,13 +110,21 @@ impl Core {
                     continue;
                 }
                 Settled::Refused => {
+                    let (name, outcome) = (lane.settings.lane.as_str(), FlushCode::DbError);
+                    tracing::warn!(
+                        outbox_id = id,
+                        lane = name,
+                        outcome = outcome.as_str(),
+                        "its outcome could not be recorded; it will be tried again"
+                    );
+                    self.observer.unrecorded(name, outcome, 1);
                     lane.settle_trouble.again(now, chance);
                     lane.add_verdict(entry, now);
                     continue;
                 }
                 _ => {}
             }
-            lane.count(&entry, answer, self.held.get(&id).map_or(0, |held| held.attempts), &*self.observer);
+            lane.count(&entry, answer, self.held.get(&id), &*self.observer, now);
             lane.done_with(entry.lease, &mut self.held);
         }
     }
@@ -259,69 +269,5 @@ impl Lane {
             self.verdicts_since = now;
         }
         self.verdicts.push(entry);
-    }
-
-    /// `attempts` counts the outcomes before this one.
-    pub(super) fn count(&mut self, entry: &Settlement, answer: Settled, attempts: u32, observer: &dyn Observer) {
-        let (id, lane) = (entry.lease.id, self.settings.lane.as_str());
-        let outcome = match answer {
-            Settled::Applied => entry.verdict.flush_code(),
-            Settled::LeaseLost => FlushCode::Conflict,
-            Settled::Unknown | Settled::Refused | Settled::Locked => {
-                self.tally.unknown += 1;
-                tracing::warn!(outbox_id = id, lane, "whether the outcome was recorded is unknown");
-                return;
-            }
-        };
-        let counter = match outcome {
-            FlushCode::Success => &mut self.tally.sent,
-            FlushCode::DedupHit => &mut self.tally.dedup_hits,
-            FlushCode::Retry => &mut self.tally.retried,
-            FlushCode::Dead => &mut self.tally.dead,
-            _ => &mut self.tally.conflicts,
-        };
-        *counter += 1;
-        let (counted, reason_code) = match &entry.verdict {
-            Verdict::Sent { .. } => (true, None),
-            Verdict::Retry { code, .. } => (true, Some(code.as_str())),
-            Verdict::Dead { code, counted, .. } => (*counted, Some(code.as_str())),
-        };
-        let attempt = attempts + u32::from(counted);
-        let took = entry.took;
-        observer.settled(&Told { lane, outbox_id: id, outcome, attempt, reason_code, took });
-        let (adapter, outcome_code) = (self.settings.adapter.as_str(), outcome.as_str());
-        let latency_ms = took.map(|took| took.as_secs_f64() * 1000.0);
-        match (&entry.verdict, outcome) {
-            (_, FlushCode::Conflict) => {
-                tracing::warn!(
-                    outbox_id = id,
-                    lane,
-                    adapter,
-                    outcome = outcome_code,
-                    status = "conflict",
-                    attempts = attempt,
-                    latency_ms,
-                    "the lease was lost"
-                )
-            }
-            (Verdict::Retry { code, delay, .. }, _) => {
-                tracing::info!(outbox_id = id, lane, adapter, outcome = outcome_code, status = "pending", attempts = attempt, reason_code = %code, latency_ms, delay_sec = delay.as_secs_f64(), "will be tried again");
-            }
-            (Verdict::Dead { code, .. }, _) => {
-                tracing::warn!(outbox_id = id, lane, adapter, outcome = outcome_code, status = "dead", attempts = attempt, reason_code = %code, latency_ms, "dead");
-            }
-            _ => {
-                tracing::debug!(
-                    outbox_id = id,
-                    lane,
-                    adapter,
-                    outcome = outcome_code,
-                    status = "sent",
-                    attempts = attempt,
-                    latency_ms,
-                    "sent"
-                )
-            }
-        }
     }
 }
