@@ -266,11 +266,11 @@ impl Crowd {
         let (stop, open) = (crowd.stop.clone(), crowd.idle.clone());
         let come = Arc::new(AtomicUsize::new(0));
         let came = come.clone();
-        crowd.threads.push(std::thread::spawn(move || hold(address, idle, greet, &stop, &open, &came)));
+        crowd.threads.push(std::thread::spawn(move || hold(address, (idle, true), greet, &stop, &open, &came)));
         let (stop, open) = (crowd.stop.clone(), crowd.silent.clone());
         let came = come.clone();
         let ask = move |number: usize| words_of_silent(address, number);
-        crowd.threads.push(std::thread::spawn(move || hold(address, silent, ask, &stop, &open, &came)));
+        crowd.threads.push(std::thread::spawn(move || hold(address, (silent, false), ask, &stop, &open, &came)));
         for number in 0..babbling {
             let stop = crowd.stop.clone();
             crowd.threads.push(std::thread::spawn(move || babble(address, number, &stop)));
@@ -298,7 +298,7 @@ impl Drop for Crowd {
 /// Holds so many connections open, each with its first words; whoever is hung up on comes back, unhurried.
 fn hold(
     address: SocketAddr,
-    wanted: usize,
+    (wanted, reads): (usize, bool),
     words: impl Fn(usize) -> Vec<u8>,
     stop: &AtomicBool,
     open: &AtomicUsize,
@@ -309,7 +309,7 @@ fn hold(
     while !stop.load(Ordering::Relaxed) {
         let mut left = if first { wanted } else { BACK_PER_SECOND };
         for (number, place) in held.iter_mut().enumerate() {
-            let gone = place.as_ref().is_none_or(is_gone);
+            let gone = place.as_ref().is_none_or(|stream| is_gone(stream, reads));
             if gone {
                 *place = None;
             }
@@ -345,11 +345,17 @@ fn words_of_silent(address: SocketAddr, number: usize) -> Vec<u8> {
     crowd::greeting(0).into_iter().chain(asked).collect()
 }
 
-/// Nothing is taken from the socket but its end.
-fn is_gone(stream: &TcpStream) -> bool {
-    match stream.peek(&mut [0]) {
-        Ok(length) => length == 0,
-        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
+/// Was it hung up on? The idle ones read what comes, for their end stands behind it; the silent ones take nothing, and
+/// hear of theirs by a reset.
+fn is_gone(mut stream: &TcpStream, reads: bool) -> bool {
+    let mut some = [0; 4096];
+    loop {
+        match if reads { stream.read(&mut some) } else { stream.peek(&mut some[..1]) } {
+            Ok(0) => return true,
+            Ok(_) if reads => {}
+            Ok(_) => return false,
+            Err(error) => return error.kind() != std::io::ErrorKind::WouldBlock,
+        }
     }
 }
 
