@@ -182,10 +182,11 @@ async fn witnesses(tx: &mut (dyn Tx + Send)) -> Result<Witnesses> {
             sentinel = Some(Witness { copy: row.int(0)?, memory_id: row.text(1)? });
         }
     }
-    // Without a sentinel all there is counts.
-    let up_to = if sentinel.is_some() { up_to } else { i64::MAX };
+    // Without a sentinel nobody knows which were written since: the oldest are asked for.
+    let (up_to, ends): (i64, &[&str]) =
+        if sentinel.is_some() { (up_to, &["ASC", "DESC"]) } else { (i64::MAX, &["ASC"]) };
     let mut others: Vec<Witness> = Vec::new();
-    for order in ["ASC", "DESC"] {
+    for order in ends {
         for witness in stored(tx, up_to, order, SAMPLE).await? {
             if !others.iter().chain(&sentinel).any(|other| other.copy == witness.copy) {
                 others.push(witness);

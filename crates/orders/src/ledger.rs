@@ -130,14 +130,21 @@ pub(crate) async fn find(tx: &mut (dyn Tx + Send), keys: &[&str], locked: bool) 
     // PostgreSQL locks no row of an outer join's far side; a subquery has none to lock.
     // In MySQL they lock too: under a caller's REPEATABLE READ a plain one would look into the past.
     let share = if locked && dialect == Dialect::Mysql { " LOCK IN SHARE MODE" } else { "" };
-    let (live, there) = match share {
-        "" => ("o.id FROM outbox o", ""),
-        _ => ("o.outbox_id FROM outbox_active_keys o", " AND EXISTS (SELECT 1 FROM outbox m WHERE m.id = o.outbox_id)"),
+    // Its message may be newer than the caller's snapshot: then its key's entry names it all the same.
+    let (live, there, newer) = match share {
+        "" => ("o.id FROM outbox o", "", ", NULL".to_owned()),
+        _ => (
+            "o.outbox_id FROM outbox_active_keys o",
+            " AND EXISTS (SELECT 1 FROM outbox m WHERE m.id = o.outbox_id)",
+            format!(
+                ", (SELECT a.outbox_id FROM outbox_active_keys a WHERE a.lane = '{LANE}' AND a.active_key = l.idempotency_key{share})"
+            ),
+        ),
     };
     let column = key_column(dialect);
     let outbox_id = format!(
         "(SELECT {live} WHERE o.lane = '{LANE}' AND o.active_key = l.idempotency_key{there}{share}),
-         (SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{column} = l.idempotency_key{share})"
+         COALESCE((SELECT k.outbox_id FROM outbox_keys k WHERE k.lane = '{LANE}' AND k.{column} = l.idempotency_key{share}){newer})"
     );
     let list = in_keys(dialect, keys, &mut params);
     let lock = if locked { for_update(dialect) } else { "" };

@@ -23,8 +23,8 @@ async fn lock_held(
 ) -> Result<Vec<LeaseState>> {
     let mut ids = ids_of(leases);
     ids.sort_unstable();
-    let skip = skip_locked(tx.dialect());
-    let rows = hold_rows(tx, &ids, skip).await?;
+    let lock = keep_locked(tx.dialect());
+    let rows = hold_rows(tx, &ids, lock).await?;
     let got: HashSet<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     let missing: Vec<i64> = ids.into_iter().filter(|id| !got.contains(id)).collect();
     let others = if missing.is_empty() { vec![] } else { hold_rows(tx, &missing, "").await? };
@@ -39,6 +39,12 @@ async fn lock_held(
         }
     }
     Ok(leases.iter().map(|lease| states.get(lease).copied().unwrap_or(LeaseState::Lost)).collect())
+}
+
+/// As `skip_locked`, for what changes a row and leaves it where it is. PostgreSQL: somebody whose own row refers to it, or is
+/// about to, has a lock that a claim passes; so must what keeps a claim.
+fn keep_locked(dialect: Dialect) -> &'static str {
+    if dialect == Dialect::Postgres { " FOR NO KEY UPDATE SKIP LOCKED" } else { skip_locked(dialect) }
 }
 
 async fn hold_rows(tx: &mut (dyn Tx + Send), ids: &[i64], lock: &str) -> Result<Vec<Row>> {

@@ -63,13 +63,15 @@ pub(crate) fn is_plain_sent(rules: &LaneRules, entry: &Settlement) -> bool {
         && matches!(entry.verdict, Verdict::Sent { .. })
 }
 
-/// Settles entries of one lane in the given transaction. An error means: roll back.
+/// Settles entries of one lane in the given transaction. An error means: roll back. `wary` looks for more kinds of locks
+/// first, for a batch that has met one.
 pub(crate) async fn settle(
     tx: &mut (dyn Tx + Send),
     rules: &LaneRules,
     lane: &str,
     owner: &str,
     entries: &[Settlement],
+    wary: bool,
 ) -> Result<Vec<Settled>> {
     let by_lease: HashMap<i64, usize> = entries.iter().enumerate().map(|(i, e)| (e.lease.id, i)).collect();
     if by_lease.len() != entries.len() {
@@ -90,6 +92,12 @@ pub(crate) async fn settle(
             winners.push(winner(row, lane, entry)?);
             won.push(entry);
         }
+    }
+    if wary && tx.dialect() == Dialect::Mysql {
+        let kept = locked_in_indexes(tx, &winners).await?;
+        winners.retain(|winner| !kept.contains(&winner.id));
+        won.retain(|entry| !kept.contains(&entry.lease.id));
+        locked.extend(kept);
     }
     if tx.dialect() == Dialect::Mysql {
         let ending = winners.iter().filter(|w| w.verdict.ends());
@@ -182,6 +190,40 @@ async fn locked_elsewhere(
         }
     }
     Ok(locked)
+}
+
+/// MySQL: who reads by an index alone, with a lock, locks its entries and not the rows. Those of messages that move would be
+/// waited for: answers with these.
+async fn locked_in_indexes(tx: &mut (dyn Tx + Send), winners: &[Winner]) -> Result<HashSet<i64>> {
+    let mut kept: HashSet<i64> = winners.iter().map(|winner| winner.id).collect();
+    let ids: Vec<i64> = winners.iter().map(|winner| winner.id).collect();
+    for part in ids.chunks(100) {
+        let list = in_ids(Dialect::Mysql, part, &mut Vec::new());
+        let places =
+            format!("SELECT lane, shard_id, due_at, id, active_key FROM {} WHERE id {list}", by_id(Dialect::Mysql));
+        let places = tx.query(&places, &[]).await?;
+        let mut free: Option<HashSet<i64>> = None;
+        for (index, columns) in
+            [("idx_claim", "shard_id = ? AND due_at = ?"), ("idx_outbox_active_key", "active_key <=> ?")]
+        {
+            let mut params: Vec<Value> = Vec::new();
+            for row in &places {
+                params.push(row.text(0)?.into());
+                match index {
+                    "idx_claim" => params.extend([row.int(1)?.into(), row.time(2)?.into()]),
+                    _ => params.push(row.opt_text(4)?.into()),
+                }
+                params.push(row.int(3)?.into());
+            }
+            let each = vec![format!("(lane = ? AND {columns} AND id = ?)"); places.len()].join(" OR ");
+            let sql = format!("SELECT id FROM outbox FORCE INDEX ({index}) WHERE {each} FOR UPDATE SKIP LOCKED");
+            let found: HashSet<i64> =
+                tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+            free = Some(free.map_or(found.clone(), |before| before.intersection(&found).copied().collect()));
+        }
+        kept.retain(|id| !free.as_ref().is_some_and(|free| free.contains(id)));
+    }
+    Ok(kept)
 }
 
 fn winner(row: &Row, lane: &str, entry: &Settlement) -> Result<Winner> {

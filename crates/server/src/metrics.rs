@@ -111,6 +111,7 @@ pub struct Meters {
     xmin_age: Gauge,
     wal_bytes: Gauge,
     log_lines_dropped: Counter,
+    doctor_findings: Gauge,
     looked_at: Mutex<Option<Tick>>,
     counting: tokio::sync::Mutex<postrider::Counting>,
 }
@@ -163,6 +164,7 @@ impl Meters {
             ),
             wal_bytes: kept(r, "outbox_sqlite_wal_bytes", "Size of the write-ahead log"),
             log_lines_dropped: kept(r, "postrider_log_lines_dropped", "Log lines nobody read in time"),
+            doctor_findings: kept(r, "doctor_findings", "What the doctor's last round found and left as it was"),
             latency,
             registry,
             looked_at: Mutex::new(None),
@@ -193,6 +195,11 @@ impl Meters {
         let mut page = String::new();
         encode(&mut page, &self.registry).map_err(|e| postrider::Error::database(e.to_string()))?;
         Ok(page)
+    }
+
+    /// The doctor has made a round, and so many cases are left.
+    pub fn diagnosed(&self, left: usize) {
+        self.doctor_findings.set(left as i64);
     }
 
     /// A key came again with another content.

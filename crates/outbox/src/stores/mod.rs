@@ -178,6 +178,9 @@ pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
     Ok(answers)
 }
 
+/// Entries are settled one by one for so long, where the first ones meet somebody else's lock.
+const LOCKS_MET: Duration = Duration::from_secs(1);
+
 /// Plain `sent` by the short cut, the rest by the whole rule; what aborts as a batch is settled row by row, so one bad
 /// entry harms no other.
 async fn settle_distinct<S: Shortcut + ?Sized>(
@@ -216,14 +219,28 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         }
     }
     let part: Vec<Settlement> = whole.iter().map(|&i| entries[i].clone()).collect();
-    let settled = match settle_whole(store.as_store(), rules, lane, owner, part.clone()).await {
+    let mut wary = false;
+    let mut settled = settle_whole(store.as_store(), rules, lane, owner, part.clone(), wary).await;
+    if matches!(&settled, Err(error) if error.kind == Kind::Locked) {
+        wary = true;
+        settled = settle_whole(store.as_store(), rules, lane, owner, part.clone(), wary).await;
+    }
+    let settled = match settled {
         Err(error) if goes_one_by_one(&error) => {
             tracing::warn!(%error, lane, "a batch could not be settled; trying its entries one by one");
             let mut one_by_one = Vec::with_capacity(part.len());
-            for entry in part {
-                let settled = settle_whole(store.as_store(), rules, lane, owner, vec![entry]).await;
+            let begun = crate::clock::Tick::now();
+            let mut entries = part.into_iter();
+            for entry in entries.by_ref() {
+                let settled = settle_whole(store.as_store(), rules, lane, owner, vec![entry], wary).await;
+                let locked = matches!(&settled, Err(error) if error.kind == Kind::Locked);
                 one_by_one.extend(or_refused(settled, 1, lane)?);
+                if locked && crate::clock::Tick::now().since(begun) > LOCKS_MET {
+                    break;
+                }
             }
+            // They meet the same lock, for all we know; each is asked for again, apart and soon.
+            one_by_one.extend(entries.map(|_| Settled::Locked));
             one_by_one
         }
         // What the short cut settled must be told.
@@ -260,6 +277,7 @@ async fn settle_whole(
     lane: &str,
     owner: &str,
     entries: Vec<Settlement>,
+    wary: bool,
 ) -> Result<Vec<Settled>> {
     if entries.is_empty() {
         return Ok(vec![]);
@@ -267,7 +285,7 @@ async fn settle_whole(
     let work = Arc::new((rules.clone(), lane.to_owned(), owner.to_owned(), entries));
     transact(store, Mode::Work, move |tx| {
         let work = work.clone();
-        Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3).await })
+        Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3, wary).await })
     })
     .await
 }

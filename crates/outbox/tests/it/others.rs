@@ -21,6 +21,7 @@ use crate::harness::{Database, created, dead, lanes, on_every_store, retry, secs
 
 on_every_store! {
     p3_a_row_that_another_session_has_locked_costs_the_others_nothing,
+    p3_a_row_that_another_session_refers_to_keeps_its_lease,
     what_is_given_up_is_over_on_the_server_too,
     p9_a_caller_told_that_a_key_exists_stops_no_worker,
     p9_a_caller_told_that_an_active_key_exists_costs_no_lease,
@@ -84,6 +85,45 @@ async fn p3_a_row_that_another_session_has_locked_costs_the_others_nothing(db: D
         assert_eq!(answers, expected, "{lane}");
         session.run("COMMIT").await.unwrap();
         assert_eq!(store.settle(lane, "w", &left[3..4]).await.unwrap(), [Settled::Applied], "{lane}");
+    }
+}
+
+/// A claim passes such a lock: whatever keeps the claim must pass it, too, or the message goes out once a lease.
+async fn p3_a_row_that_another_session_refers_to_keeps_its_lease(db: Database) {
+    let holds = match db.dialect {
+        Dialect::Sqlite => return,
+        Dialect::Postgres => "SELECT id FROM outbox WHERE lane = '{lane}' ORDER BY due_at, id LIMIT 3 FOR KEY SHARE",
+        // By the index alone: its entries are locked, and the rows are not.
+        Dialect::Mysql => {
+            "SELECT id FROM outbox FORCE INDEX (idx_claim) WHERE lane = '{lane}' AND shard_id = 0 ORDER BY due_at, id LIMIT 3 LOCK IN SHARE MODE"
+        }
+    };
+    let store = db.outbox.store();
+    for (lane, verdict) in [("a", Verdict::sent()), ("audited", Verdict::sent()), ("b", retry(secs(5)))] {
+        for n in 0..10 {
+            db.put(lane, &n.to_string()).await;
+        }
+        let leases: Vec<Lease> = db.claim(lane, "w", 10).await.iter().map(|m| m.lease()).collect();
+        let mut session = db.raw().await;
+        session.run("BEGIN").await.unwrap();
+        session.run(&holds.replace("{lane}", lane)).await.unwrap();
+        assert_eq!(store.renew("w", &leases, secs(60)).await.unwrap(), [LeaseState::Held; 10], "{lane}");
+        let all: Vec<Settlement> = leases.iter().map(|lease| Settlement::new(*lease, verdict.clone())).collect();
+        let answers = store.settle(lane, "w", &all).await.unwrap();
+        let locked = answers.iter().filter(|answer| **answer == Settled::Locked).count();
+        let applied = answers.iter().filter(|answer| **answer == Settled::Applied).count();
+        assert_eq!(locked + applied, 10, "{lane}: {answers:?}");
+        // InnoDB locks the entry where it stops, too.
+        assert!((3..=4).contains(&locked), "{lane}: {answers:?}");
+        assert_eq!(store.renew("w", &leases[..3], secs(60)).await.unwrap(), [LeaseState::Held; 3], "{lane}");
+        session.run("COMMIT").await.unwrap();
+        let left: Vec<Settlement> = all
+            .into_iter()
+            .zip(answers)
+            .filter(|(_, answer)| *answer == Settled::Locked)
+            .map(|(entry, _)| entry)
+            .collect();
+        assert_eq!(store.settle(lane, "w", &left).await.unwrap(), vec![Settled::Applied; locked], "{lane}");
     }
 }
 

@@ -89,6 +89,11 @@ impl Fleet {
         http::ask(&self.address(n), method, path, body.as_ref()).expect("an answer")
     }
 
+    /// What one of them answers to a GET, as text.
+    pub fn text(&self, n: usize, path: &str) -> String {
+        http::exchange(&self.address(n), "GET", path, None).expect("an answer").1
+    }
+
     /// What one of them has logged.
     pub fn log(&self, n: usize) -> String {
         std::fs::read_to_string(self.members[n].folder.path().join("stderr")).unwrap_or_default()

@@ -11,6 +11,14 @@ use serde_json::Value;
 
 /// Status and body of one request.
 pub fn ask(address: &str, method: &str, path: &str, body: Option<&Value>) -> std::io::Result<(u16, Value)> {
+    let (status, body) = exchange(address, method, path, body)?;
+    // In chunks or not: a JSON document begins at its first bracket and ends at its last.
+    let json = body.find(['{', '[']).and_then(|at| Some(&body[at..=body.rfind(['}', ']'])?]));
+    Ok((status, json.and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null)))
+}
+
+/// The same, with the body as it came.
+pub fn exchange(address: &str, method: &str, path: &str, body: Option<&Value>) -> std::io::Result<(u16, String)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(Duration::from_secs(30)))?;
     let body = body.map_or(String::new(), Value::to_string);
@@ -25,9 +33,7 @@ pub fn ask(address: &str, method: &str, path: &str, body: Option<&Value>) -> std
     let answer = String::from_utf8_lossy(&answer);
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
-    // In chunks or not: a JSON document begins at its first bracket and ends at its last.
-    let json = body.find(['{', '[']).and_then(|at| Some(&body[at..=body.rfind(['}', ']'])?]));
-    Ok((status, json.and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null)))
+    Ok((status, body.to_owned()))
 }
 
 /// Pages through a list from its beginning to its end, over and over, until dropped.

@@ -156,6 +156,10 @@ pub async fn metrics(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
 ) -> Result<impl IntoResponse, Refusal> {
+    if let Some((report, _)) = app.doctor.last() {
+        let left = report.findings.iter().filter(|finding| !finding.repaired).map(|finding| finding.count);
+        app.meters.diagnosed(left.sum());
+    }
     let mut page = app.meters.page(&app.outbox, app.memories.as_ref()).await?;
     if !caller.is_unlimited() {
         let memories = caller.sees(postrider_memories::LANE) && caller.spaces().are_all();

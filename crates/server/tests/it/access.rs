@@ -59,6 +59,11 @@ fn hook() -> Value {
     json!({ "url": "https://hooks.example.com/canary-path?key=canary-query", "event_types": ["canary.*"] })
 }
 
+/// What a refusal says: each has a correlation id of its own.
+fn said(refusal: &Response) -> String {
+    refusal.json()["error"].to_string()
+}
+
 /// In the order in which they are asked with the right token: what takes something away comes last.
 const TABLE: &[Route] = &[
     route("GET /v1/outbox", "read", Filters),
@@ -66,6 +71,7 @@ const TABLE: &[Route] = &[
     route("POST /v1/outbox/{lane_or_id}", "enqueue", Lane),
     with("POST /v1/outbox/{lane_or_id}/batch", "enqueue", Lane, || json!({ "messages": [{ "payload": 1 }] })),
     route("POST /v1/outbox/{lane_or_id}/requeue", "operate", Message),
+    route("POST /v1/outbox/{lane_or_id}/retry", "operate", Message),
     with(
         "POST /v1/outbox/requeue",
         "operate",
@@ -271,8 +277,8 @@ fn every_route_with_every_kind_of_token() {
                 Filters => 200,
                 Message => {
                     let missing = world.ask(route, &route.path(987_654), Some(&own));
-                    let told = missing.body.replace("987654", &world.message.to_string());
-                    assert_eq!(foreign.body, told, "{}: what is not there looks the same", route.name);
+                    let told = said(&missing).replace("987654", &world.message.to_string());
+                    assert_eq!(said(&foreign), told, "{}: what is not there looks the same", route.name);
                     404
                 }
             };
@@ -530,7 +536,7 @@ fn deferred_memories_are_messages_of_their_space() {
     let bob = world.token(&["--scope", "read,operate", "--space", "private:bob"]);
     world.get(&bob, &format!("/v1/outbox/{id}")).answered(200);
     let (foreign, missing) = (world.get(&of_a, &format!("/v1/outbox/{id}")), world.get(&of_a, "/v1/outbox/987654"));
-    assert_eq!((foreign.status, foreign.body), (404, missing.body.replace("987654", &id.to_string())));
+    assert_eq!((foreign.status, said(&foreign)), (404, said(&missing).replace("987654", &id.to_string())));
     assert!(!world.get(&of_a, "/v1/outbox").body.contains("private:bob"));
     assert!(world.get(&bob, "/v1/outbox?lane=memory").body.contains("private:bob"));
     let requeue = |token: &str| {

@@ -114,6 +114,14 @@ async fn the_doctor_tells_what_is_wrong_and_repairs_what_it_can() {
     assert_eq!(round(server)["findings"][0]["repaired"], true);
     assert!(round(server)["age_seconds"].as_f64().unwrap() < 60.0);
     assert_eq!(stranger.number("SELECT COUNT(*) FROM outbox_keys").await, 0);
+    let findings =
+        || fleet.text(server, "/metrics").lines().find_map(|l| l.strip_prefix("doctor_findings ").map(str::to_owned));
+    assert_eq!(findings().as_deref(), Some("0"));
+    stranger.run(alone).await.unwrap();
+    assert_eq!(fleet.ask(server, "POST", "/v1/doctor", Some(json!({}))).0, 202);
+    until("it is found again", async || round(server)["ok"] == false).await;
+    assert_eq!(findings().as_deref(), Some("1"), "as a number, too");
+    stranger.run("DELETE FROM outbox_keys").await.unwrap();
     fleet.is_healthy(server);
     assert_eq!(fleet.ask(server, "POST", "/v1/doctor", Some(json!({ "repair": 1 }))).0, 400);
 }
