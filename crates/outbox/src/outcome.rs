@@ -123,11 +123,13 @@ pub struct Settlement {
     pub trouble: Option<FlushCode>,
     /// How long its delivery took, for those who tell.
     pub took: Option<Duration>,
+    /// It has met somebody else's lock: more kinds of them are looked for before anything is written.
+    pub wary: bool,
 }
 
 impl Settlement {
     pub fn new(lease: Lease, verdict: Verdict) -> Self {
-        Settlement { lease, verdict, again: false, trouble: None, took: None }
+        Settlement { lease, verdict, again: false, trouble: None, took: None, wary: false }
     }
 }
 

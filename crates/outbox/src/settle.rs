@@ -25,6 +25,23 @@ pub(crate) fn by_id(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Mysql { "outbox FORCE INDEX (PRIMARY)" } else { "outbox" }
 }
 
+/// Takes messages out, found by primary key and nothing else: of a small table MySQL would read every row, and wait for those
+/// that others have locked.
+async fn delete_by_id(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<u64> {
+    let mut params = Vec::new();
+    let sql = match tx.dialect() {
+        Dialect::Mysql => {
+            let list: Vec<String> = ids.iter().map(i64::to_string).collect();
+            format!(
+                "DELETE o FROM JSON_TABLE('[{}]', '$[*]' COLUMNS (id BIGINT PATH '$')) t STRAIGHT_JOIN outbox o ON o.id = t.id",
+                list.join(",")
+            )
+        }
+        dialect => format!("DELETE FROM outbox WHERE id {}", in_ids(dialect, ids, &mut params)),
+    };
+    tx.execute(&sql, &params).await
+}
+
 /// `IN (…)` over ids. Binds what it needs; MySQL gets literals (they are numbers) and so no prepared statement per length.
 pub fn in_ids(dialect: Dialect, ids: &[i64], params: &mut Vec<Value>) -> String {
     match dialect {
@@ -59,19 +76,18 @@ pub(crate) fn is_plain_sent(rules: &LaneRules, entry: &Settlement) -> bool {
         && !rules.audit
         && !rules.dedup
         && !entry.again
+        && !entry.wary
         && entry.trouble.is_none()
         && matches!(entry.verdict, Verdict::Sent { .. })
 }
 
-/// Settles entries of one lane in the given transaction. An error means: roll back. `wary` looks for more kinds of locks
-/// first, for a batch that has met one.
+/// Settles entries of one lane in the given transaction. An error means: roll back.
 pub(crate) async fn settle(
     tx: &mut (dyn Tx + Send),
     rules: &LaneRules,
     lane: &str,
     owner: &str,
     entries: &[Settlement],
-    wary: bool,
 ) -> Result<Vec<Settled>> {
     let by_lease: HashMap<i64, usize> = entries.iter().enumerate().map(|(i, e)| (e.lease.id, i)).collect();
     if by_lease.len() != entries.len() {
@@ -93,7 +109,7 @@ pub(crate) async fn settle(
             won.push(entry);
         }
     }
-    if wary && tx.dialect() == Dialect::Mysql {
+    if tx.dialect() == Dialect::Mysql && entries.iter().any(|entry| entry.wary) {
         let kept = locked_in_indexes(tx, &winners).await?;
         winners.retain(|winner| !kept.contains(&winner.id));
         won.retain(|entry| !kept.contains(&entry.lease.id));
@@ -309,9 +325,7 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
     let forgotten = if rules.history { sent.collect() } else { ended.clone() };
     forget_attempts(tx, rules, forgotten).await?;
     if !ended.is_empty() {
-        let mut params = Vec::new();
-        let list = in_ids(tx.dialect(), &ended, &mut params);
-        let gone = tx.execute(&format!("DELETE FROM outbox WHERE id {list}"), &params).await?;
+        let gone = delete_by_id(tx, &ended).await?;
         if gone != ended.len() as u64 {
             return Err(Error::database(format!("{gone} of {} ended messages were taken out", ended.len())));
         }

@@ -56,12 +56,14 @@ pub(crate) async fn parked_in_vain(
     let mut params: Vec<Value> = Vec::new();
     let list = in_ids(tx.dialect(), &closed, &mut params);
     params.push(Timestamp::FAR_FUTURE.into());
-    let long = if before.is_some() { " AND updated_at < ?" } else { "" };
+    let long = if before.is_some() { " AND s.updated_at < ?" } else { "" };
     params.extend(before.map(Value::from));
-    // Usually there are none, so this is a step in the index for each of them.
+    // Usually there are none, so this is a step in the index for each of them. The gate is asked again in the same statement:
+    // by now one may have been parked there in good order.
     let sql = format!(
-        "SELECT DISTINCT subscription_id FROM webhook_delivery_sagas
-         WHERE subscription_id {list} AND status IN ('Pending', 'PendingRetry') AND next_attempt_at = ?{long}"
+        "SELECT DISTINCT s.subscription_id FROM webhook_delivery_sagas s
+         WHERE s.subscription_id {list} AND s.status IN ('Pending', 'PendingRetry') AND s.next_attempt_at = ?{long}
+           AND NOT EXISTS (SELECT 1 FROM subscription_gates g WHERE g.subscription_id = s.subscription_id AND g.parked > 0)"
     );
     let found = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     Ok((found, next.flatten()))

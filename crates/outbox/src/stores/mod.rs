@@ -30,7 +30,7 @@ use crate::outcome::{Settled, Settlement};
 use crate::settle;
 use crate::store::{Mark, Mode, Seen, Store, transact};
 use crate::time::{Timestamp, micros_of};
-use crate::tx::Row;
+use crate::tx::{Dialect, Row};
 #[cfg(any(feature = "mysql", feature = "postgres"))]
 use crate::{
     cold,
@@ -178,9 +178,6 @@ pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
     Ok(answers)
 }
 
-/// Entries are settled one by one for so long, where the first ones meet somebody else's lock.
-const LOCKS_MET: Duration = Duration::from_secs(1);
-
 /// Plain `sent` by the short cut, the rest by the whole rule; what aborts as a batch is settled row by row, so one bad
 /// entry harms no other.
 async fn settle_distinct<S: Shortcut + ?Sized>(
@@ -198,6 +195,7 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         let part: Vec<Settlement> = plain.iter().map(|&i| entries[i].clone()).collect();
         match store.settle_sent(rules, lane, owner, &part).await {
             Ok(settled) => plain.iter().zip(settled).for_each(|(&i, answer)| answers[i] = answer),
+            Err(error) if waited_in_vain(store, &error) => plain.iter().for_each(|&i| answers[i] = Settled::Locked),
             Err(error) if goes_one_by_one(&error) => {
                 tracing::debug!(%error, lane, "a batch could not be settled the short way");
                 whole.append(&mut plain);
@@ -219,28 +217,15 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         }
     }
     let part: Vec<Settlement> = whole.iter().map(|&i| entries[i].clone()).collect();
-    let mut wary = false;
-    let mut settled = settle_whole(store.as_store(), rules, lane, owner, part.clone(), wary).await;
-    if matches!(&settled, Err(error) if error.kind == Kind::Locked) {
-        wary = true;
-        settled = settle_whole(store.as_store(), rules, lane, owner, part.clone(), wary).await;
-    }
-    let settled = match settled {
+    let settled = match settle_whole(store.as_store(), rules, lane, owner, part.clone()).await {
+        Err(error) if waited_in_vain(store, &error) => vec![Settled::Locked; part.len()],
         Err(error) if goes_one_by_one(&error) => {
             tracing::warn!(%error, lane, "a batch could not be settled; trying its entries one by one");
             let mut one_by_one = Vec::with_capacity(part.len());
-            let begun = crate::clock::Tick::now();
-            let mut entries = part.into_iter();
-            for entry in entries.by_ref() {
-                let settled = settle_whole(store.as_store(), rules, lane, owner, vec![entry], wary).await;
-                let locked = matches!(&settled, Err(error) if error.kind == Kind::Locked);
+            for entry in part {
+                let settled = settle_whole(store.as_store(), rules, lane, owner, vec![entry]).await;
                 one_by_one.extend(or_refused(settled, 1, lane)?);
-                if locked && crate::clock::Tick::now().since(begun) > LOCKS_MET {
-                    break;
-                }
             }
-            // They meet the same lock, for all we know; each is asked for again, apart and soon.
-            one_by_one.extend(entries.map(|_| Settled::Locked));
             one_by_one
         }
         // What the short cut settled must be told.
@@ -251,6 +236,12 @@ async fn settle_distinct<S: Shortcut + ?Sized>(
         answers[i] = answer;
     }
     Ok(answers)
+}
+
+/// MySQL waits for a lock for a second at least, and whoever waits keeps the rows of the whole batch from being renewed. So
+/// once is enough: each entry is asked for again, alone.
+fn waited_in_vain<S: Shortcut + ?Sized>(store: &S, error: &Error) -> bool {
+    error.kind == Kind::Locked && store.as_store().dialect() == Dialect::Mysql
 }
 
 /// One entry may be to blame, or somebody's lock on a row that only one of them needs.
@@ -277,7 +268,6 @@ async fn settle_whole(
     lane: &str,
     owner: &str,
     entries: Vec<Settlement>,
-    wary: bool,
 ) -> Result<Vec<Settled>> {
     if entries.is_empty() {
         return Ok(vec![]);
@@ -285,7 +275,7 @@ async fn settle_whole(
     let work = Arc::new((rules.clone(), lane.to_owned(), owner.to_owned(), entries));
     transact(store, Mode::Work, move |tx| {
         let work = work.clone();
-        Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3, wary).await })
+        Box::pin(async move { settle::settle(tx, &work.0, &work.1, &work.2, &work.3).await })
     })
     .await
 }

@@ -555,7 +555,7 @@ async fn move_sent(
     let rows: Vec<(i64, i64, Option<Vec<u8>>)> = Queryable::query(conn, sql).await.map_err(|e| classify(&e))?;
     if rows.len() < entries.len() {
         // Lost, or locked by somebody else, who is not waited for: the whole rule tells which.
-        return Err(Error::new(Kind::Locked, "not every row of the batch can be had at once"));
+        return Err(Error::new(Kind::Conflict, "not every row of the batch can be had at once"));
     }
     let text = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
     let held: HashMap<(i64, i64), Option<Vec<u8>>> = rows.into_iter().map(|row| ((row.0, row.1), row.2)).collect();

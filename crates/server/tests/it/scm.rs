@@ -567,17 +567,17 @@ fn gitlab_is_read_page_by_page_and_waited_for() {
         home.run(&["scm", "consume"]).done();
         assert_eq!(memory.contents().len(), 251);
 
-        // Broken for good: three tries, and the watermark stays.
+        // Broken for good: tried three times more, and the watermark stays.
         let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
         {
             let mut state = state.lock().unwrap();
             state.merge_requests.push(merge_request(251, "opened", 500));
             state.requests.clear();
-            state.statuses = vec![500, 502, 503];
+            state.statuses = vec![500, 502, 503, 500];
         }
         let broken = sync(&[]);
         assert_eq!(broken.code, 3, "{broken:?}");
-        assert_eq!(state.lock().unwrap().requests.len(), 3);
+        assert_eq!(state.lock().unwrap().requests.len(), 4);
         assert_eq!(home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'"), watermark);
         assert_eq!(sync(&[]).done().json()["new"], 1, "and the next run brings it");
         sync(&["--token", "plain"]).ended(2);

@@ -33,12 +33,12 @@ impl Core {
     /// What met somebody else's lock is asked for apart, so that it keeps no other outcome waiting.
     fn flush_locked(&mut self, index: usize, now: Tick) {
         let lane = &mut self.lanes[index];
-        if lane.settling_locked || now < lane.settle_trouble.until {
+        // Renewed first: whoever waits for a lock keeps its own row from that.
+        if lane.settling_locked || lane.renewing || now < lane.settle_trouble.until {
             return;
         }
-        let most = lane.settings.batch.max(1);
         let entries: Vec<Settlement> =
-            lane.locked.extract_if(.., |(at, _)| *at <= now).take(most).map(|(_, entry)| entry).collect();
+            lane.locked.extract_if(.., |(at, _)| *at <= now).take(1).map(|(_, entry)| entry).collect();
         if !entries.is_empty() {
             lane.settling_locked = true;
             self.send_settle(index, entries, true);
@@ -106,6 +106,8 @@ impl Core {
                         );
                     }
                     let wait = (LOCK_WAIT * (1 << met.min(8))).min(LONGEST_LOCK_WAIT);
+                    entry.wary = true;
+                    lane.renew_at = lane.renew_at.min(now);
                     lane.locked.push((now.plus(wait), entry));
                     continue;
                 }
