@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
-use std::time::Instant;
 
+use postrider::clock::Tick;
 use serde::Deserialize;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -99,13 +99,13 @@ fn run(args: &[String]) -> Result<bool> {
     for (name, mutant) in chosen {
         let source = std::fs::read_to_string(Path::new(SOURCES).join(name))?;
         let asked = format!("{name} {:016x}", fingerprint(format!("{version}{source}").as_bytes()));
-        let since = Instant::now();
+        let since = Tick::now();
         let (verdict, how) = match answers.get(&asked) {
             Some(verdict) => (verdict, "as before".to_owned()),
             None => {
                 let verdict = ask(&tree, mutant)?;
                 answers.put(&asked, verdict)?;
-                (verdict, format!("{:.0} s", since.elapsed().as_secs_f64()))
+                (verdict, format!("{:.0} s", Tick::now().since(since).as_secs_f64()))
             }
         };
         println!("{:16} {name}: {} ({how})", verdict.word(), mutant.breaks);
