@@ -65,7 +65,8 @@ enum Which<'a> {
 }
 
 /// Writes the messages that are new, in one statement with what says so where the database can; the others are left without
-/// an entry. Should an active key be taken all the same, the unique index refuses the lot.
+/// an entry. Should an active key be taken all the same, the unique index (on MySQL the keys' own table)
+/// refuses the lot.
 pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
     tx: &mut T,
     lanes: &Lanes,
