@@ -68,8 +68,8 @@ pub(crate) async fn name<T: Tx + ?Sized>(tx: &mut T, named: &[(Wanted<'_>, i64)]
     Ok(())
 }
 
-/// Who has a key, and the digest of its payload: the newest answer, whatever the caller's isolation. Touches no message,
-/// as a lock on that would stop its worker, unless it is newer than the caller's snapshot.
+/// Who has a key, and the digest of its payload: the newest answer, whatever the caller's isolation. Locks no message, as
+/// that would stop its worker: one that cannot be seen is newer than the caller's snapshot, as its entry here is then too.
 pub(crate) async fn holder<T: Tx + ?Sized>(tx: &mut T, lane: &str, key: &str) -> Result<Option<(i64, Vec<u8>)>> {
     let name: [Value; 2] = [lane.into(), key.into()];
     let sql =
@@ -77,12 +77,12 @@ pub(crate) async fn holder<T: Tx + ?Sized>(tx: &mut T, lane: &str, key: &str) ->
     let found = tx.query(sql, &name).await?;
     let Some(row) = found.first() else { return Ok(None) };
     let (id, sha) = (row.int(0)?, row.bytes(1)?.to_vec());
-    for lock in ["", " LOCK IN SHARE MODE"] {
-        if !tx.query(&format!("SELECT 1 FROM outbox WHERE id = ?{lock}"), &[id.into()]).await?.is_empty() {
-            return Ok(Some((id, sha)));
-        }
+    let seen = tx.query("SELECT 1 FROM outbox WHERE id = ?", &[id.into()]).await?;
+    let entry = "SELECT 1 FROM outbox_active_keys WHERE lane = ? AND active_key = ? AND outbox_id = ?";
+    if !seen.is_empty() || tx.query(entry, &[lane.into(), key.into(), id.into()]).await?.is_empty() {
+        return Ok(Some((id, sha)));
     }
-    // Its message was taken away by hand: the key is free.
+    // Seen without its message, which was taken away by hand: the key is free.
     forget(tx, lane, key, id).await?;
     Ok(None)
 }

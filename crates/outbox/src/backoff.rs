@@ -76,6 +76,8 @@ mod tests {
     fn exponential_is_whole_seconds_and_never_below_one() {
         let backoff = Backoff::Exponential { base: Duration::from_millis(10), max: SEC(1), jitter: 0.5 };
         assert_eq!(backoff.delay(1, 0.0), SEC(1));
+        let backoff = Backoff::Exponential { base: SEC(1), max: SEC(60), jitter: 0.3 };
+        assert_eq!(backoff.delay(2, 0.0), SEC(2), "2.8 seconds: what is over is cut off");
     }
 
     #[test]
@@ -91,5 +93,7 @@ mod tests {
         let backoff = Backoff::Doubling { base: SEC(30), jitter: 0.0 };
         assert_eq!([1, 2, 3, 4, 5].map(|n| backoff.delay(n, 0.77).as_secs()), [30, 60, 120, 240, 480]);
         assert_eq!(backoff.delay(4000, 0.5), LONGEST);
+        let spread = Backoff::Doubling { base: SEC(30), jitter: 0.5 };
+        assert_eq!([0.0, 0.5, 1.0].map(|chance| spread.delay(2, chance).as_secs()), [30, 60, 90]);
     }
 }

@@ -61,10 +61,7 @@ async fn with_values<T: Tx + ?Sized>(
     if tx.dialect() == Dialect::Sqlite {
         return tx.query(&format!("{sql} RETURNING id"), &params).await?.iter().map(|row| row.int(0)).collect();
     }
-    let inserted = tx.execute(&sql, &params).await?;
-    // The number of rows is known in advance, so InnoDB hands out consecutive ids in every lock mode.
-    let (first, step) = crate::enqueue::last_insert_id(tx).await?;
-    Ok((0..inserted as i64).map(|n| first + n * step).collect())
+    crate::enqueue::insert_ids(tx, &sql, &params).await
 }
 
 async fn with_arrays<T: Tx + ?Sized>(

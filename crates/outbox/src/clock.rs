@@ -10,6 +10,10 @@ use crate::time::Timestamp;
 
 /// Wall-clock time of this host. Used as database time by SQLite only.
 pub fn wall() -> Timestamp {
+    #[cfg(feature = "simulation")]
+    if let Some(clock) = simulated::current() {
+        return clock.wall();
+    }
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Timestamp::from_micros(since.as_micros() as i64)
 }
@@ -22,6 +26,10 @@ pub struct Tick(u64);
 impl Tick {
     #[cfg(unix)]
     pub fn now() -> Tick {
+        #[cfg(feature = "simulation")]
+        if let Some(clock) = simulated::current() {
+            return clock.tick();
+        }
         #[cfg(any(target_os = "linux", target_os = "android", target_os = "fuchsia", target_os = "openbsd"))]
         let clock = rustix::time::ClockId::Boottime;
         // macOS counts the time asleep in its monotonic clock; the others have no better one.
@@ -84,5 +92,69 @@ pub fn seed() -> u64 {
 
 /// A chance in `0.0..1.0`, where nobody needs to repeat it.
 pub fn chance() -> f64 {
+    #[cfg(feature = "simulation")]
+    if let Some(clock) = simulated::current() {
+        return clock.chance();
+    }
     fastrand::f64()
+}
+
+/// For simulators: a thread that entered a clock of theirs lives by it, and by its chances, until it leaves.
+#[cfg(feature = "simulation")]
+pub mod simulated {
+    use std::cell::RefCell;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+    use super::{Tick, Timestamp};
+
+    thread_local! {
+        static CLOCK: RefCell<Option<Arc<Clock>>> = const { RefCell::new(None) };
+    }
+
+    /// Moves only when it is told to.
+    #[derive(Debug)]
+    pub struct Clock {
+        tick: AtomicU64,
+        wall: AtomicI64,
+        chances: std::sync::Mutex<fastrand::Rng>,
+    }
+
+    impl Clock {
+        pub fn new(seed: u64) -> Arc<Self> {
+            let chances = fastrand::Rng::with_seed(seed).into();
+            Arc::new(Clock { tick: AtomicU64::new(0), wall: AtomicI64::new(0), chances })
+        }
+
+        pub fn set(&self, tick: Tick, wall: Timestamp) {
+            self.tick.store(tick.micros(), Ordering::SeqCst);
+            self.wall.store(wall.micros(), Ordering::SeqCst);
+        }
+
+        /// This thread lives by it from now on.
+        pub fn enter(self: &Arc<Self>) {
+            CLOCK.set(Some(self.clone()));
+        }
+
+        pub(super) fn tick(&self) -> Tick {
+            Tick::from_micros(self.tick.load(Ordering::SeqCst))
+        }
+
+        pub(super) fn wall(&self) -> Timestamp {
+            Timestamp::from_micros(self.wall.load(Ordering::SeqCst))
+        }
+
+        pub(super) fn chance(&self) -> f64 {
+            self.chances.lock().unwrap_or_else(std::sync::PoisonError::into_inner).f64()
+        }
+    }
+
+    /// This thread lives by the host's clock again.
+    pub fn leave() {
+        CLOCK.set(None);
+    }
+
+    pub(super) fn current() -> Option<Arc<Clock>> {
+        CLOCK.with_borrow(Clone::clone)
+    }
 }

@@ -24,6 +24,11 @@ pub trait Courier: Send + Sync + 'static {
     /// [`OnSettled`](crate::OnSettled).
     fn settled(&self, _id: i64) {}
 
+    /// Can it deliver anything at all? Asked about every second; while it cannot, this worker leaves the lane to others.
+    async fn ready(&self) -> bool {
+        true
+    }
+
     /// What it is called in logs and traces.
     fn name(&self) -> &str {
         "courier"

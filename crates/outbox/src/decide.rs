@@ -284,35 +284,53 @@ mod tests {
         assert!(ends(&others, true, Reach::Unknown, false));
     }
 
+    fn message() -> Message {
+        Message {
+            id: 1,
+            lane: "l".to_owned(),
+            shard_id: 0,
+            due_at: Timestamp::default(),
+            lease_until: Timestamp::default(),
+            lease_token: 1,
+            attempts: 0,
+            crashes: 0,
+            maybe_sent: false,
+            target: None,
+            active_key: None,
+            payload: "p".into(),
+            content_type: None,
+            headers: vec![],
+            payload_sha: None,
+            correlation_id: None,
+            created_at: Timestamp::default(),
+            deliver_before: None,
+            taken_over_from: None,
+        }
+    }
+
+    /// The code it is buried with, at a time.
+    fn buried(message: &Message, budgets: &Budgets, now: i64) -> Option<String> {
+        burial(message, budgets, Timestamp::from_micros(now)).map(|verdict| match verdict {
+            Verdict::Dead { code, counted: false, .. } => code,
+            other => panic!("{other:?}"),
+        })
+    }
+
+    #[test]
+    fn what_expired_is_buried_unless_it_may_have_been_sent() {
+        let limited = Message { deliver_before: Some(Timestamp::from_micros(10)), ..message() };
+        let budgets = Budgets::default();
+        assert_eq!([9, 10].map(|now| buried(&limited, &budgets, now)), [None, None], "to the end of its time");
+        assert_eq!(buried(&limited, &budgets, 11).as_deref(), Some(code::EXPIRED));
+        assert_eq!(buried(&Message { maybe_sent: true, ..limited }, &budgets, 11), None);
+        assert_eq!(buried(&message(), &budgets, 11), None);
+    }
+
     #[test]
     fn what_may_have_been_sent_is_not_buried() {
         let budgets = Budgets { keep_unresolved: true, ..Budgets::default() };
-        let code = |budgets: &Budgets, maybe_sent, crashes, sha| {
-            let message = Message {
-                id: 1,
-                lane: "l".to_owned(),
-                shard_id: 0,
-                due_at: Timestamp::default(),
-                lease_until: Timestamp::default(),
-                lease_token: 1,
-                attempts: 0,
-                crashes,
-                maybe_sent,
-                target: None,
-                active_key: None,
-                payload: "p".into(),
-                content_type: None,
-                headers: vec![],
-                payload_sha: sha,
-                correlation_id: None,
-                created_at: Timestamp::default(),
-                deliver_before: None,
-                taken_over_from: None,
-            };
-            burial(&message, budgets, Timestamp::default()).map(|verdict| match verdict {
-                Verdict::Dead { code, .. } => code,
-                other => panic!("{other:?}"),
-            })
+        let code = |budgets: &Budgets, maybe_sent, crashes, payload_sha| {
+            buried(&Message { maybe_sent, crashes, payload_sha, ..message() }, budgets, 0)
         };
         let (poison, corrupt) = (Some(code::POISON.to_owned()), Some(code::PAYLOAD_CORRUPT.to_owned()));
         assert_eq!(code(&budgets, false, 5, None), poison);
@@ -346,12 +364,18 @@ mod tests {
     }
 
     #[test]
+    fn only_who_says_not_now_says_when() {
+        assert_eq!([200, 408, 429, 500, 503, 504].map(honours_retry_after), [false, false, true, false, true, false]);
+    }
+
+    #[test]
     fn a_lane_may_see_statuses_otherwise() {
         use HttpClass::*;
         let classes = HttpClasses::new([("404", "retry"), ("5xx", "dead"), ("503", "retry"), ("409", "sent")]).unwrap();
         let seen = [404, 500, 503, 409, 410, 200, 429].map(|status| classes.of(status));
         assert_eq!(seen, [Retry, Dead, Retry, Sent, Dead, Sent, Retry]);
-        assert_eq!(classes.words().len(), 4);
+        let words = [("404", "retry"), ("409", "sent"), ("503", "retry"), ("5xx", "dead")];
+        assert_eq!(classes.words(), words.map(|(status, class)| (status.to_owned(), class)).into());
         for (status, class) in [
             ("404", "again"),
             ("404", ""),

@@ -11,7 +11,7 @@ use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::message::{Enqueued, Entry, NewMessage, Sha, hex, sha256};
 use crate::time::micros_of;
-use crate::tx::{Dialect, Row, Tx, Value};
+use crate::tx::{Dialect, Inserted, LAST_INSERT_ID, Row, Tx, Value};
 
 /// Rows of one multi-row statement; also bounded by bytes, for MySQL's `max_allowed_packet`.
 const CHUNK_ROWS: usize = 1000;
@@ -19,6 +19,8 @@ const SQLITE_ROWS: usize = 8;
 const CHUNK_BYTES: usize = 4 << 20;
 /// A holder of an active key that ends between our two looks makes us look again; more often than this is a bug.
 const LOOKS: usize = 16;
+/// SQLite: the id the next message gets. Whoever asks has the file to himself until the end of the transaction.
+const NEXT_ID: &str = "(SELECT COALESCE(MAX(seq), 0) + 1 FROM sqlite_sequence WHERE name = 'outbox')";
 
 /// A message with all that is computed before it meets the database.
 struct Prepared<'a> {
@@ -180,7 +182,7 @@ async fn take_new_keys<T: Tx + ?Sized>(tx: &mut T, prepared: &[Prepared<'_>], ch
             Value::Blobs(chunk.iter().map(|&i| Some(digest(&prepared[i]).to_vec().into())).collect()),
             Value::Ints(chunk.iter().map(|&i| prepared[i].key_ttl_micros).collect()),
         ];
-        tx.query(&sql, &params).await
+        tx.query_often(&sql, &params).await
     } else {
         let mut params = Vec::with_capacity(chunk.len() * 4);
         let mut rows = Vec::with_capacity(chunk.len());
@@ -331,19 +333,19 @@ enum KeyUndo {
 /// The whole rule for one message, with a key, an active key or both.
 async fn enqueue_one<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<Entry> {
     for _ in 0..LOOKS {
-        let undo = match take_key(tx, p).await? {
+        let (named, undo) = match take_key(tx, p).await? {
             KeyTaken::Held(entry) => return Ok(entry),
             KeyTaken::Vanished => continue,
-            KeyTaken::Ours(undo) => undo,
+            KeyTaken::Ours { named, undo } => (named, undo),
         };
         let Some(active_key) = &p.message.active_key else {
             let id = insert_rows(tx, &[p], &[]).await?.first().copied();
             let id = id.ok_or_else(|| Error::database("the insert gave no id"))?;
-            name_key(tx, p, id).await?;
+            name_key(tx, p, named, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         };
         if let Some(id) = insert_unless_active(tx, p).await? {
-            name_key(tx, p, id).await?;
+            name_key(tx, p, named, id).await?;
             return Ok(Entry { id, outcome: Enqueued::Created });
         }
         match undo {
@@ -376,8 +378,8 @@ async fn holder_of<T: Tx + ?Sized>(tx: &mut T, lane: &str, active_key: &str) -> 
 }
 
 enum KeyTaken {
-    /// The key is ours (or there is none to take).
-    Ours(Option<KeyUndo>),
+    /// The key is ours (or there is none to take), and says that it is of this message: 0 if it does not say yet.
+    Ours { named: i64, undo: Option<KeyUndo> },
     /// Another message has it: this is the answer.
     Held(Entry),
     /// It was there and is gone: look again.
@@ -385,20 +387,26 @@ enum KeyTaken {
 }
 
 async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTaken> {
-    let Some(key) = &p.message.key else { return Ok(KeyTaken::Ours(None)) };
+    let Some(key) = &p.message.key else { return Ok(KeyTaken::Ours { named: 0, undo: None }) };
     let (dialect, column, digest) = (tx.dialect(), key_column(tx.dialect()), digest(p));
     let lane: Value = p.message.lane.as_str().into();
     let mut params = vec![lane.clone(), key.into(), digest.as_slice().into()];
     let expires = tx.now().plus(p.key_ttl_micros, &mut params);
-    let (verb, tail) = match dialect {
-        Dialect::Mysql => ("INSERT IGNORE", ""),
-        _ => ("INSERT", " ON CONFLICT (lane, key) DO NOTHING"),
+    let (verb, id, tail) = match dialect {
+        Dialect::Mysql => ("INSERT IGNORE", "0", ""),
+        Dialect::Postgres => ("INSERT", "0", " ON CONFLICT (lane, key) DO NOTHING"),
+        Dialect::Sqlite => ("INSERT", NEXT_ID, " ON CONFLICT (lane, key) DO NOTHING RETURNING outbox_id"),
     };
     let sql = format!(
-        "{verb} INTO outbox_keys (lane, {column}, outbox_id, digest, expires_at) VALUES (?, ?, 0, ?, {expires}){tail}"
+        "{verb} INTO outbox_keys (lane, {column}, outbox_id, digest, expires_at) VALUES (?, ?, {id}, ?, {expires}){tail}"
     );
-    if tx.execute(&sql, &params).await? == 1 {
-        return Ok(KeyTaken::Ours(Some(KeyUndo::Delete)));
+    let named = if dialect == Dialect::Sqlite {
+        tx.query(&sql, &params).await?.first().map(|row| row.int(0)).transpose()?
+    } else {
+        (tx.execute(&sql, &params).await? == 1).then_some(0)
+    };
+    if let Some(named) = named {
+        return Ok(KeyTaken::Ours { named, undo: Some(KeyUndo::Delete) });
     }
     let mut params = Vec::new();
     let now = tx.now().plus(0, &mut params);
@@ -435,11 +443,12 @@ async fn take_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> Result<KeyTak
         restore_key(tx, p, &row).await?;
         return Ok(KeyTaken::Held(Entry { id, outcome }));
     }
-    Ok(KeyTaken::Ours(Some(KeyUndo::Restore(row))))
+    Ok(KeyTaken::Ours { named: 0, undo: Some(KeyUndo::Restore(row)) })
 }
 
-async fn name_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>, id: i64) -> Result<()> {
-    let Some(key) = &p.message.key else { return Ok(()) };
+/// Makes the key say whose it is, unless it says so already.
+async fn name_key<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>, named: i64, id: i64) -> Result<()> {
+    let Some(key) = p.message.key.as_ref().filter(|_| named != id) else { return Ok(()) };
     let sql = format!("UPDATE outbox_keys SET outbox_id = ? WHERE lane = ? AND {} = ?", key_column(tx.dialect()));
     tx.execute(&sql, &[id.into(), p.message.lane.as_str().into(), key.into()]).await?;
     Ok(())
@@ -578,12 +587,14 @@ async fn insert_unless_active<T: Tx + ?Sized>(tx: &mut T, p: &Prepared<'_>) -> R
     tx.query(&sql, &params).await?.first().map(|row| row.int(0)).transpose()
 }
 
-/// The first id of the last insert, and the step between ids (more than 1 on Galera).
-pub(crate) async fn last_insert_id<T: Tx + ?Sized>(tx: &mut T) -> Result<(i64, i64)> {
-    let rows =
-        tx.query("SELECT CAST(LAST_INSERT_ID() AS SIGNED), CAST(@@auto_increment_increment AS SIGNED)", &[]).await?;
-    let row = rows.first().ok_or_else(|| Error::database("no last insert id"))?;
-    Ok((row.int(0)?, row.int(1)?))
+/// MySQL: runs an insert and answers the ids it has handed out.
+pub(crate) async fn insert_ids<T: Tx + ?Sized>(tx: &mut T, sql: &str, params: &[Value]) -> Result<Vec<i64>> {
+    if let Some(inserted) = tx.insert_at_once(sql, params) {
+        return Ok(inserted.await?.ids());
+    }
+    let count = tx.execute(sql, params).await?;
+    let answer = tx.query(LAST_INSERT_ID, &[]).await?;
+    Ok(Inserted::of(count, &answer)?.ids())
 }
 
 /// Inserts in chunks and fills in the answers. `ids` is empty, or names the ids to use.
@@ -636,10 +647,7 @@ async fn insert_rows<T: Tx + ?Sized>(tx: &mut T, rows: &[&Prepared<'_>], ids: &[
         }
         Dialect::Mysql => {
             let (sql, params) = insert_rows_mysql(tx, rows);
-            let inserted = tx.execute(&sql, &params).await?;
-            // The number of rows is known in advance, so InnoDB hands out consecutive ids in every lock mode.
-            let (first, step) = last_insert_id(tx).await?;
-            Ok((0..inserted as i64).map(|n| first + n * step).collect())
+            insert_ids(tx, &sql, &params).await
         }
         Dialect::Postgres => {
             let new = insert_rows_postgres(tx, rows, ids, Which::All).await?;

@@ -48,7 +48,7 @@ pub enum Class {
 pub enum Effect {
     /// Certainly not.
     NotApplied,
-    /// The commit was asked for and its answer was lost.
+    /// The commit was asked for and its answer was lost; or what failed came after something that was applied.
     Unknown,
 }
 
@@ -86,6 +86,11 @@ impl Error {
     pub(crate) fn unknown(mut self) -> Self {
         self.effect = Effect::Unknown;
         self
+    }
+
+    /// The same error, of something that had a part before it which was, or may have been, applied.
+    pub(crate) fn after(self, applied: bool) -> Self {
+        if applied { self.unknown() } else { self }
     }
 
     /// A read changes nothing, however it ended.

@@ -17,6 +17,8 @@ pub mod decide;
 pub mod doctor;
 pub mod enqueue;
 pub mod error;
+#[doc(hidden)]
+pub mod failpoint;
 pub mod inbox;
 pub mod lanes;
 pub mod lease;

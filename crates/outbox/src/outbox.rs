@@ -11,7 +11,7 @@ use crate::clock::Tick;
 use crate::cold::{self, Register};
 use crate::depths::{self, Age, Counting};
 use crate::enqueue::{self, Admit};
-use crate::error::{Effect, Error, Kind, Result};
+use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::lease::Lease;
 use crate::looking;
@@ -22,7 +22,7 @@ use crate::paging::Page;
 use crate::pulse::Pulse;
 use crate::requeue::{self, Died, Held};
 use crate::store::{
-    Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, transact,
+    Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, repeat, transact,
 };
 use crate::stores::{self, Options};
 use crate::time::Timestamp;
@@ -111,7 +111,7 @@ impl Outbox {
     /// Creates or upgrades the schema and registers the lanes; answers the migrations it ran.
     pub async fn migrate(&self) -> Result<Vec<String>> {
         let ran = self.store.migrate().await?;
-        self.register_lanes().await?;
+        self.register_lanes().await.map_err(|error| error.after(true))?;
         Ok(ran)
     }
 
@@ -197,25 +197,25 @@ impl Outbox {
     /// Enqueues in a transaction of its own and wakes workers. If the commit's answer is lost, messages with keys are
     /// sent again (the key makes that harmless); without keys the caller learns that it is unknown.
     pub async fn enqueue(&self, messages: Vec<NewMessage>) -> Result<Vec<Entry>> {
+        self.enqueue_as(Mode::Write, messages).await
+    }
+
+    /// The same, and with [`Mode::Work`] somebody else's lock on a key is waited for only for a moment.
+    #[doc(hidden)]
+    pub async fn enqueue_as(&self, mode: Mode, messages: Vec<NewMessage>) -> Result<Vec<Entry>> {
         self.permit(&messages)?;
         let repeatable = messages.iter().all(|m| m.key.is_some());
         let work = Arc::new((self.lanes().clone(), messages));
-        for round in 0.. {
+        let run = |_: u32| {
             let work = work.clone();
-            let run = transact(&*self.store, Mode::Write, move |tx| {
+            transact(&*self.store, mode, move |tx| {
                 let work = work.clone();
                 Box::pin(async move { enqueue::enqueue(tx, &work.0, &work.1).await })
-            });
-            match run.await {
-                Err(error) if error.effect == Effect::Unknown && repeatable && round < 3 => {}
-                Err(error) => return Err(error),
-                Ok(entries) => {
-                    self.ring();
-                    return Ok(entries);
-                }
-            }
-        }
-        unreachable!("the loop ends by returning")
+            })
+        };
+        let entries = if repeatable { repeat(run).await? } else { run(0).await? };
+        self.ring();
+        Ok(entries)
     }
 
     // ---- waking ----
@@ -288,7 +288,8 @@ impl Outbox {
     }
 
     /// Commits that a delivery is about to begin, for lanes with `send_begun`; `false` if the lease is lost.
-    pub(crate) async fn begin(&self, owner: &str, lease: Lease) -> Result<bool> {
+    #[doc(hidden)]
+    pub async fn begin(&self, owner: &str, lease: Lease) -> Result<bool> {
         self.set_begun(owner, lease, true).await
     }
 
@@ -365,7 +366,8 @@ impl Outbox {
                 let work = work.clone();
                 Box::pin(async move { cold::wake_waiting(tx, &work.0, shards, work.1.as_deref(), BATCH).await })
             })
-            .await?;
+            .await
+            .map_err(|error| error.after(woken > 0))?;
             woken += batch;
             if batch < BATCH {
                 break;
@@ -452,13 +454,22 @@ impl Outbox {
         let wanted = move |lane: &str, holder: Option<&str>| {
             holder.is_some_and(|holder| !holder.starts_with(OPERATOR)) || lanes.permit_upkeep(lane, None).is_ok()
         };
-        let seized = self.seize_where(&owner, ids, Duration::from_secs(60), wanted).await?;
-        let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
-        let how = GiveBack::after(Duration::ZERO, code::RELEASED);
-        let given = self.store.defer(&owner, &leases, &how).await?;
+        // In one transaction: whoever had it must not lose it to an operator who then could not give it back.
+        let work = Arc::new((owner, ids, wanted));
+        let given = transact(&*self.store, Mode::Write, move |tx| {
+            let work = work.clone();
+            Box::pin(async move {
+                let seized = cold::seize(tx, &work.0, &work.1, Duration::from_secs(60), &work.2).await?;
+                let leases: Vec<Lease> = seized.into_iter().map(|(_, lease)| lease).collect();
+                let how = GiveBack::after(Duration::ZERO, code::RELEASED);
+                let given = cold::defer(tx, &work.0, &leases, &how).await?;
+                let given = leases.iter().zip(given).filter(|(_, state)| *state == LeaseState::Held);
+                Ok(given.map(|(lease, _)| lease.id).collect())
+            })
+        })
+        .await?;
         self.ring();
-        let given = leases.iter().zip(given).filter(|(_, state)| *state == LeaseState::Held);
-        Ok(given.map(|(lease, _)| lease.id).collect())
+        Ok(given)
     }
 
     /// Gives back messages whose lease ran out and that nobody took yet, at most so many of each lane; answers which.
@@ -473,7 +484,7 @@ impl Outbox {
                 let lane = lane.clone();
                 Box::pin(async move { cold::release_expired(tx, &lane, send_begun, limit).await })
             });
-            released.extend(ids.await?);
+            released.extend(ids.await.map_err(|error| error.after(!released.is_empty()))?);
         }
         if !released.is_empty() {
             self.ring();
@@ -500,8 +511,10 @@ impl Outbox {
     /// from coming back harms no other.
     pub async fn requeue(&self, ids: Vec<i64>) -> Result<Vec<Requeued>> {
         let mut answers = Vec::with_capacity(ids.len());
+        let moved = |answers: &[Requeued]| answers.contains(&Requeued::Requeued);
         for part in ids.chunks(requeue::BATCH) {
-            answers.extend(self.requeue_some(part).await?);
+            let some = self.requeue_some(part).await;
+            answers.extend(some.map_err(|error| error.after(moved(&answers)))?);
         }
         // What others held a moment ago is soon free again.
         for _ in 0..HELD_ROUNDS {
@@ -512,7 +525,8 @@ impl Outbox {
             tokio::time::sleep(HELD_PAUSE).await;
             for part in held.chunks(requeue::BATCH) {
                 let again: Vec<i64> = part.iter().map(|&i| ids[i]).collect();
-                for (&i, answer) in part.iter().zip(self.requeue_some(&again).await?) {
+                let some = self.requeue_some(&again).await.map_err(|error| error.after(moved(&answers)))?;
+                for (&i, answer) in part.iter().zip(some) {
                     answers[i] = answer;
                 }
             }
@@ -528,7 +542,7 @@ impl Outbox {
                 for &id in ids {
                     answers.extend(match self.requeue_together(vec![id]).await {
                         Err(error) if requeue::one_by_one(&error) => Ok(vec![Requeued::Held]),
-                        answer => answer,
+                        answer => answer.map_err(|error| error.after(answers.contains(&Requeued::Requeued))),
                     }?);
                 }
                 Ok(answers)
@@ -597,7 +611,8 @@ impl Outbox {
         let mut all = Pruned::default();
         let lanes = transact(&*self.store, Mode::Read, |tx| Box::pin(cold::lane_names(tx))).await?;
         for lane in lanes.into_iter().filter(|lane| self.lanes().permit_upkeep(lane, self.owns).is_ok()) {
-            let pruned = self.prune_lane(lane, prune.clone()).await?;
+            let pruned = self.prune_lane(lane, prune.clone()).await;
+            let pruned = pruned.map_err(|error| error.after(all != Pruned::default() && !prune.dry_run))?;
             all = Pruned { messages: all.messages + pruned.messages, keys: all.keys + pruned.keys };
         }
         Ok(all)

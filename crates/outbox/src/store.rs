@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::error::Result;
+use crate::error::{Effect, Result};
+use crate::failpoint::Commit;
 use crate::lanes::Lanes;
 use crate::lease::{Hold, Lease};
 use crate::message::Message;
@@ -244,7 +245,8 @@ pub enum Mode {
     /// A count of whole tables, for people. On SQLite it keeps no `Read` waiting.
     Count,
     Write,
-    /// A write of a worker: it waits for a lock of somebody else's only for a moment, and is not run again because of it.
+    /// A write of a worker, or of many strangers at once: it waits for a lock of somebody else's only for a moment, and is
+    /// not run again because of it.
     Work,
 }
 
@@ -334,6 +336,22 @@ pub struct Connections {
     pub idle: usize,
 }
 
+/// Runs again what may be repeated without harm, as long as nobody knows whether it was applied; a few times. If a later
+/// round fails for certain, an earlier one may still have been applied, and the error says so.
+pub async fn repeat<R, F>(mut run: impl FnMut(u32) -> F) -> Result<R>
+where
+    F: Future<Output = Result<R>>,
+{
+    for round in 0.. {
+        match run(round).await {
+            Err(error) if error.effect == Effect::Unknown && round < 3 => {}
+            Err(error) => return Err(error.after(round > 0)),
+            done => return done,
+        }
+    }
+    unreachable!("the loop ends by returning")
+}
+
 /// Runs `work` in one transaction of the store and hands its result out.
 pub async fn transact<R, F>(store: &dyn Store, mode: Mode, mut work: F) -> Result<R>
 where
@@ -342,20 +360,24 @@ where
 {
     let result = Arc::new(std::sync::Mutex::new(None));
     let slot = result.clone();
+    let commit = Commit::of::<F>(mode.writes());
+    let committing = commit.clone();
     store
         .transact(
             mode,
             Box::new(move |tx| {
-                let slot = slot.clone();
+                let (slot, commit) = (slot.clone(), committing.clone());
                 let answer = work(tx);
                 Box::pin(async move {
                     let value = answer.await?;
                     *slot.lock().unwrap_or_else(|e| e.into_inner()) = Some(value);
+                    commit.before();
                     Ok(())
                 })
             }),
         )
         .await?;
+    commit.after();
     let value = result.lock().unwrap_or_else(|e| e.into_inner()).take();
     value.ok_or_else(|| crate::error::Error::database("the transaction ran without a result"))
 }

@@ -207,6 +207,31 @@ impl Now {
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
+/// MySQL: the first id of the last insert, and the step between ids (more than 1 on Galera).
+pub(crate) const LAST_INSERT_ID: &str =
+    "SELECT CAST(LAST_INSERT_ID() AS SIGNED), CAST(@@auto_increment_increment AS SIGNED)";
+
+/// MySQL: what an insert of several rows wrote. Their number is known in advance, so InnoDB hands out consecutive ids in
+/// every lock mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inserted {
+    pub count: u64,
+    pub first_id: i64,
+    pub step: i64,
+}
+
+impl Inserted {
+    /// From the answer to [`LAST_INSERT_ID`].
+    pub(crate) fn of(count: u64, answer: &[Row]) -> Result<Inserted> {
+        let row = answer.first().ok_or_else(|| crate::error::Error::database("no last insert id"))?;
+        Ok(Inserted { count, first_id: row.int(0)?, step: row.int(1)? })
+    }
+
+    pub(crate) fn ids(self) -> Vec<i64> {
+        (0..self.count as i64).map(|n| self.first_id + n * self.step).collect()
+    }
+}
+
 /// An open transaction: the caller's own, or the store's. Placeholders are `?` everywhere.
 pub trait Tx {
     fn dialect(&self) -> Dialect;
@@ -226,6 +251,13 @@ pub trait Tx {
     /// The same, for a statement that comes often with few texts: where it pays, it stays prepared.
     fn query_often<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<Vec<Row>>> {
         self.query(sql, params)
+    }
+
+    /// MySQL: runs an insert and asks for its ids in one round trip, where the driver can.
+    #[doc(hidden)]
+    fn insert_at_once<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> Option<BoxFuture<'a, Result<Inserted>>> {
+        let _ = (sql, params);
+        None
     }
 
     /// Runs a statement and answers how many rows it changed. (An UPDATE that leaves a row as it was counts it on

@@ -166,14 +166,18 @@ pub(crate) async fn settle_by_parts<S: Shortcut + ?Sized>(
     }
     let mut answers = vec![Settled::LeaseLost; entries.len()];
     let mut left: Vec<usize> = (0..entries.len()).collect();
+    let mut is_first = true;
     while !left.is_empty() {
         seen.clear();
         let (round, rest): (Vec<usize>, Vec<usize>) = left.into_iter().partition(|&i| seen.insert(entries[i].lease.id));
         let part = round.iter().map(|&i| entries[i].clone()).collect();
-        for (&i, answer) in round.iter().zip(settle_distinct(store, &rules, &lane, &owner, part).await?) {
+        let settled = settle_distinct(store, &rules, &lane, &owner, part).await;
+        // What earlier rounds settled must be told.
+        let settled = if is_first { settled? } else { or_refused(settled, round.len(), &lane)? };
+        for (&i, answer) in round.iter().zip(settled) {
             answers[i] = answer;
         }
-        left = rest;
+        (left, is_first) = (rest, false);
     }
     Ok(answers)
 }
@@ -302,6 +306,33 @@ async fn defer(store: &dyn Store, owner: &str, leases: &[Lease], how: &GiveBack)
     .await
 }
 
+/// How long a migration waits for another process that migrates, and how often it asks.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+const OTHERS_MIGRATE: Duration = Duration::from_secs(120);
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+
+/// The wait for one's turn to migrate. Not at the server: whoever waits there cannot tell a lock from a server that does not
+/// answer.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+struct Turn(crate::clock::Tick);
+
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+impl Turn {
+    fn begin() -> Self {
+        Turn(crate::clock::Tick::now())
+    }
+
+    /// Another process migrates: a moment later it may have done so.
+    async fn is_anothers(&self) -> Result<()> {
+        if crate::clock::Tick::now().since(self.0) >= OTHERS_MIGRATE {
+            return Err(Error::new(Kind::Busy, "another process has been migrating for two minutes; try again"));
+        }
+        tokio::time::sleep(ASK_AGAIN).await;
+        Ok(())
+    }
+}
+
 /// How far a test moved the clock of a store.
 #[derive(Debug, Default)]
 pub(crate) struct Skew {
@@ -316,7 +347,11 @@ impl Skew {
     }
 
     pub fn advance(&self, by: Duration) {
-        self.micros.fetch_add(micros_of(by), Ordering::SeqCst);
+        self.jump(micros_of(by));
+    }
+
+    pub fn jump(&self, micros: i64) {
+        self.micros.fetch_add(micros, Ordering::SeqCst);
     }
 
     pub fn micros(&self) -> i64 {

@@ -2,6 +2,7 @@
 //! without locks and then locks those, by primary key, skipping what others hold.
 
 use std::collections::HashMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,19 +12,19 @@ use mysql_async::prelude::Queryable;
 use mysql_async::{Conn, Opts, OptsBuilder, Params};
 
 use super::pool::{Connect, Loan, Pool};
-use super::{Options, Skew, rerun, settle_by_parts, without_password, without_values};
+use super::{Options, Skew, Turn, rerun, settle_by_parts, without_password, without_values};
 use crate::active_keys;
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, Lease};
 use crate::message::{Message, cut_error, parse_headers};
-use crate::migrate::{self, Schema};
+use crate::migrate::{self, Migration, Schema};
 use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
 use crate::settle;
 use crate::store::{Claim, Claimed, From, Mark, Mode, Store, Vitals, Walked, Work, transact};
 use crate::time::{Timestamp, micros_of};
-use crate::tx::{BoxFuture, Dialect, Now, Row, Tx, Value};
+use crate::tx::{BoxFuture, Dialect, Inserted, LAST_INSERT_ID, Now, Row, Tx, Value};
 
 pub struct MysqlStore {
     lanes: Arc<Lanes>,
@@ -40,18 +41,44 @@ struct Connector {
 
 #[async_trait]
 impl Connect for Connector {
-    type Connection = Conn;
+    type Connection = Session;
 
-    async fn connect(&self) -> Result<Conn> {
-        Conn::new(self.opts.clone()).await.map_err(|e| {
+    async fn connect(&self) -> Result<Session> {
+        let connected = Conn::new(self.opts.clone()).await.map_err(|e| {
             let mut error = classify(&e);
             error.kind = Kind::Unreachable;
             error.during(&format!("cannot connect to {}", self.shown))
-        })
+        });
+        connected.map(|conn| Session(Some(conn)))
     }
 
-    fn is_open(_: &Conn) -> bool {
+    fn is_open(_: &Session) -> bool {
         true // a dead one shows at its next use, and is then closed
+    }
+}
+
+/// A connection whose socket is closed as soon as it is dropped. In a runtime the driver would first wait for what the
+/// server has still to say, for ever if that is nothing; a thread without one closes it at once.
+pub(crate) struct Session(Option<Conn>);
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let conn = self.0.take();
+        // If there is no thread to be had, the driver does it its own way.
+        let _ = std::thread::Builder::new().spawn(move || drop(conn));
+    }
+}
+
+impl Deref for Session {
+    type Target = Conn;
+    fn deref(&self) -> &Conn {
+        self.0.as_ref().unwrap_or_else(|| unreachable!("only a drop takes it"))
+    }
+}
+
+impl DerefMut for Session {
+    fn deref_mut(&mut self) -> &mut Conn {
+        self.0.as_mut().unwrap_or_else(|| unreachable!("only a drop takes it"))
     }
 }
 
@@ -151,18 +178,10 @@ async fn run<Q: Queryable + Send>(conn: &mut Q, sql: &str, params: &[Value]) -> 
     if params.iter().any(Value::is_array) {
         return Err(mysql_async::Error::Other("a list of values was bound, which only PostgreSQL takes".into()));
     }
-    let mut rows = Vec::new();
     if params.is_empty() {
-        let mut result = conn.query_iter(sql).await?;
-        let columns = result.columns();
-        while let Some(row) = result.next().await? {
-            let columns = columns.as_deref().unwrap_or_default();
-            rows.push(Row(row.unwrap().into_iter().zip(columns).map(|(v, c)| unbind_text(c, v)).collect()));
-        }
-        let changed = result.affected_rows();
-        result.drop_result().await?;
-        return Ok((rows, changed));
+        return Ok(run_text(conn, sql, 1).await?.pop().unwrap_or_default());
     }
+    let mut rows = Vec::new();
     let mut result = conn.exec_iter(sql, Params::Positional(params.iter().map(bind).collect())).await?;
     let columns = result.columns();
     while let Some(row) = result.next().await? {
@@ -172,6 +191,66 @@ async fn run<Q: Queryable + Send>(conn: &mut Q, sql: &str, params: &[Value]) -> 
     let changed = result.affected_rows();
     result.drop_result().await?;
     Ok((rows, changed))
+}
+
+/// So many statements in one text, and what each answers. The server stops at the first that fails.
+async fn run_text<Q: Queryable + Send>(
+    conn: &mut Q,
+    sql: &str,
+    statements: usize,
+) -> mysql_async::Result<Vec<(Vec<Row>, u64)>> {
+    let mut answers = Vec::with_capacity(statements);
+    let mut result = conn.query_iter(sql).await?;
+    for _ in 0..statements {
+        let (columns, changed) = (result.columns(), result.affected_rows());
+        let mut rows = Vec::new();
+        // At its end this goes on to the next statement's answer.
+        while let Some(row) = result.next().await? {
+            let columns = columns.as_deref().unwrap_or_default();
+            rows.push(Row(row.unwrap().into_iter().zip(columns).map(|(v, c)| unbind_text(c, v)).collect()));
+        }
+        answers.push((rows, changed));
+    }
+    result.drop_result().await?;
+    Ok(answers)
+}
+
+/// Statements of many rows have a text of their own for each number of them: up to this many values they are prepared.
+const FEW_VALUES: usize = 16;
+/// What stands in a text stands there twice as long; beyond this it is bound all the same.
+const INLINE_BYTES: usize = 128 << 10;
+
+/// The statement with its values in its text, where preparing it would not pay.
+fn inlined<'a>(sql: &'a str, params: &[Value]) -> Option<std::borrow::Cow<'a, str>> {
+    if params.is_empty() {
+        return Some(sql.into());
+    }
+    let bytes = |value: &Value| match value {
+        Value::Text(text) => text.len(),
+        Value::Bytes(bytes) => bytes.len(),
+        _ => 0,
+    };
+    if params.len() <= FEW_VALUES || params.iter().map(bytes).sum::<usize>() > INLINE_BYTES {
+        return None;
+    }
+    // Statements of ours hold no `?` in literals.
+    let mut parts = sql.split('?');
+    let mut text = parts.next().unwrap_or_default().to_owned();
+    let mut values = params.iter();
+    for part in parts {
+        match values.next()? {
+            Value::Null => text.push_str("NULL"),
+            Value::Bool(value) => text.push(if *value { '1' } else { '0' }),
+            Value::Int(value) => text.push_str(&value.to_string()),
+            // As text of the connection, so that an index on text serves.
+            Value::Text(value) => text.extend(["_utf8mb4 ", &literal(value)]),
+            Value::Bytes(value) => text.extend(["X'", &crate::message::hex(value), "'"]),
+            Value::Time(value) => text.push_str(&time_literal(*value)),
+            _ => return None,
+        }
+        text.push_str(part);
+    }
+    values.next().is_none().then(|| text.into())
 }
 
 /// The caller's own transaction (or connection, with a transaction the caller began).
@@ -193,18 +272,59 @@ macro_rules! caller_tx {
 caller_tx!(mysql_async::Transaction<'_>);
 caller_tx!(Conn);
 
+/// Begins before the first statement, and where that goes as text, with it: a round trip less.
+const BEGIN: &str = "START TRANSACTION";
+
 /// A transaction of the store's own. Once a statement failed it refuses to commit.
 struct MysqlTx<'c> {
     conn: &'c mut Conn,
     skew: i64,
+    begun: bool,
     failed: bool,
 }
 
 impl MysqlTx<'_> {
+    /// Several statements, in one text with the BEGIN if they are the first; answers for them alone.
+    async fn run_text(&mut self, sql: &str, statements: usize) -> mysql_async::Result<Vec<(Vec<Row>, u64)>> {
+        if std::mem::replace(&mut self.begun, true) {
+            return run_text(self.conn, sql, statements).await;
+        }
+        let mut answers = run_text(self.conn, &format!("{BEGIN}; {sql}"), statements + 1).await?;
+        answers.remove(0);
+        Ok(answers)
+    }
+
+    async fn begin(&mut self) -> mysql_async::Result<()> {
+        if std::mem::replace(&mut self.begun, true) { Ok(()) } else { self.conn.query_drop(BEGIN).await }
+    }
+
     async fn run(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
-        let answer = run(self.conn, sql, params).await.map_err(|e| classify(&e));
+        let answer = async {
+            match inlined(sql, params) {
+                Some(text) => Ok(self.run_text(&text, 1).await?.pop().unwrap_or_default()),
+                None => {
+                    self.begin().await?;
+                    run(self.conn, sql, params).await
+                }
+            }
+        };
+        let answer = answer.await.map_err(|e: mysql_async::Error| classify(&e));
         self.failed |= answer.is_err();
         answer
+    }
+
+    async fn insert(&mut self, sql: &str, params: &[Value]) -> Result<Inserted> {
+        let Some(text) = inlined(sql, params) else {
+            let count = self.run(sql, params).await?.1;
+            let answer = self.run(LAST_INSERT_ID, &[]).await?.0;
+            return Inserted::of(count, &answer);
+        };
+        let answers = self.run_text(&format!("{text}; {LAST_INSERT_ID}"), 2).await.map_err(|e| classify(&e));
+        self.failed |= answers.is_err();
+        match answers?.as_slice() {
+            [(_, count), (answer, _)] => Inserted::of(*count, answer),
+            _ => Err(Error::database("an insert without an answer")),
+        }
     }
 }
 
@@ -223,6 +343,10 @@ impl Tx for MysqlTx<'_> {
 
     fn execute<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> BoxFuture<'a, Result<u64>> {
         Box::pin(async move { Ok(self.run(sql, params).await?.1) })
+    }
+
+    fn insert_at_once<'a>(&'a mut self, sql: &'a str, params: &'a [Value]) -> Option<BoxFuture<'a, Result<Inserted>>> {
+        Some(Box::pin(self.insert(sql, params)))
     }
 }
 
@@ -304,11 +428,13 @@ impl MysqlStore {
 }
 
 async fn in_transaction(conn: &mut Conn, skew: i64, work: &mut Work) -> Result<()> {
-    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
-    let mut tx = MysqlTx { conn, skew, failed: false };
+    let mut tx = MysqlTx { conn, skew, begun: false, failed: false };
     let mut done = work(&mut tx).await;
     if done.is_ok() && tx.failed {
         done = Err(Error::database("a statement failed and its error was ignored; nothing was committed"));
+    }
+    if !tx.begun {
+        return done; // it asked nothing, so nothing was begun
     }
     match done {
         Ok(()) => conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e)),
@@ -392,7 +518,7 @@ async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> 
         let now = rows.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
         return Ok(Claimed { messages: vec![], now, exhausted: true });
     }
-    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
+    conn.query_drop(BEGIN).await.map_err(|e| classify(&e))?;
     let claimed = async {
         let (messages, exhausted) = lock_candidates(conn, claim, now, candidates).await?;
         Ok(Claimed { exhausted, ..update_claimed(conn, claim, now, messages).await? })
@@ -527,7 +653,7 @@ async fn settle_sent_on(
     owner: &str,
     entries: &[Settlement],
 ) -> Result<Vec<Settled>> {
-    conn.query_drop("START TRANSACTION").await.map_err(|e| classify(&e))?;
+    conn.query_drop(BEGIN).await.map_err(|e| classify(&e))?;
     match move_sent(conn, now, keep, lane, owner, entries).await {
         Ok(answers) => {
             conn.query_drop("COMMIT").await.map_err(|e| at_commit(&e))?;
@@ -562,7 +688,7 @@ async fn move_sent(
     let is_held = |e: &Settlement| held.contains_key(&(e.lease.id, e.lease.token));
     let key = |e: &Settlement| held.get(&(e.lease.id, e.lease.token))?.as_deref().map(text);
     let keys: Vec<_> = entries.iter().filter_map(|e| Some((e.lease.id, key(e)?))).collect();
-    let locked = active_keys::free(&mut MysqlTx { conn, skew: 0, failed: false }, lane, &keys).await?;
+    let locked = active_keys::free(&mut MysqlTx { conn, skew: 0, begun: true, failed: false }, lane, &keys).await?;
     let won: Vec<&Settlement> = entries.iter().filter(|e| is_held(e) && !locked.contains(&e.lease.id)).collect();
     if !won.is_empty() {
         let ids = list(won.iter().map(|e| e.lease.id));
@@ -613,21 +739,35 @@ async fn expect_all(conn: &mut Conn, sql: &str, expected: usize) -> Result<()> {
 /// Errors that say "this step was done already": the process died between the statement and its bookkeeping.
 const ALREADY_DONE: [u16; 7] = [1050, 1304, 1359, 1060, 1061, 1062, 1091];
 
-async fn migrate_on(conn: &mut Conn, schema: &Schema) -> Result<Vec<String>> {
+async fn lock_to_migrate(conn: &mut Conn) -> Result<bool> {
+    let lock = "SELECT GET_LOCK(CONCAT('postrider:', DATABASE()), 0)";
+    let got: Option<Option<i64>> = conn.query_first(lock).await.map_err(|e| classify(&e))?;
+    Ok(got.flatten() == Some(1))
+}
+
+/// Migrations that are missing, with how far each has got, if it was begun.
+type Missing = Vec<(Migration, Option<i64>)>;
+
+async fn missing_on(conn: &mut Conn, schema: &Schema) -> Result<Missing> {
     let fail = |e: mysql_async::Error| classify(&e).during("migration");
     conn.query_drop(migrate::BOOKKEEPING).await.map_err(fail)?;
     let rows: Vec<(i64, i64)> =
         Queryable::query(conn, "SELECT version, steps FROM postrider_migrations").await.map_err(fail)?;
-    let missing = schema.missing_of(&rows)?;
+    // A negative count is how far a run got that did not finish.
+    let stopped = |of: &Migration| rows.iter().find(|(version, _)| *version == of.version).map(|(_, steps)| -steps - 1);
+    Ok(schema.missing_of(&rows)?.into_iter().map(|missing| (missing, stopped(&missing))).collect())
+}
+
+async fn migrate_on(conn: &mut Conn, missing: Missing) -> Result<Vec<String>> {
+    let fail = |e: mysql_async::Error| classify(&e);
     if missing.is_empty() {
         return Ok(vec![]);
     }
     for step in migrate::steps(migrate::drop_views(Dialect::Mysql)) {
         conn.query_drop(step).await.map_err(fail)?;
     }
-    for migration in &missing {
-        // A negative count is how far a run got that did not finish.
-        let stopped = rows.iter().find(|(version, _)| *version == migration.version).map(|(_, steps)| -steps - 1);
+    for (migration, stopped) in &missing {
+        let stopped = *stopped;
         let begun = stopped.unwrap_or(0);
         let (version, name) = (migration.version, migration.name);
         let start = "INSERT IGNORE INTO postrider_migrations VALUES (?, ?, -1)";
@@ -648,7 +788,7 @@ async fn migrate_on(conn: &mut Conn, schema: &Schema) -> Result<Vec<String>> {
     }
     // Only now: a run that dies before its views are back must be taken up again.
     conn.query_drop("UPDATE postrider_migrations SET steps = 0 WHERE steps < 0").await.map_err(fail)?;
-    Ok(missing.iter().map(|m| m.name.to_owned()).collect())
+    Ok(missing.iter().map(|(migration, _)| migration.name.to_owned()).collect())
 }
 
 #[async_trait]
@@ -668,22 +808,25 @@ impl Store for MysqlStore {
     async fn migrate(&self) -> Result<Vec<String>> {
         let lanes = self.lanes.clone();
         let mut loan = self.pool.take().await?;
-        let conn = &mut loan.connection;
-        let lock = "SELECT GET_LOCK(CONCAT('postrider:', DATABASE()), 120)";
-        let got: Option<Option<i64>> = conn.query_first(lock).await.map_err(|e| classify(&e))?;
-        if got.flatten() != Some(1) {
-            return Err(Error::new(Kind::Busy, "another process has been migrating for two minutes; try again"));
+        let conn: &mut Conn = &mut loan.connection;
+        let turn = Turn::begin();
+        while !self.pool.timed(lock_to_migrate(conn)).await?? {
+            turn.is_anothers().await?;
         }
-        let ran = migrate_on(conn, &self.schema).await;
-        let unlock = conn.query_drop("DO RELEASE_LOCK(CONCAT('postrider:', DATABASE()))").await;
+        let missing = self.pool.timed(missing_on(conn, &self.schema)).await??;
+        // Every statement of it is its own transaction: what failed comes after something that was applied.
+        let ran = migrate_on(conn, missing).await.map_err(|error| error.during("migration").after(true));
+        let unlock = self.pool.timed(conn.query_drop("DO RELEASE_LOCK(CONCAT('postrider:', DATABASE()))")).await;
         let ran = ran?;
-        unlock.map_err(|e| classify(&e))?;
+        unlock?.map_err(|e| classify(&e).after(!ran.is_empty()))?;
         self.pool.give_back(loan);
+        let changed = !ran.is_empty();
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();
             Box::pin(async move { cold::register_lanes(tx, &lanes, Register::Missing).await })
         })
-        .await?;
+        .await
+        .map_err(|error| error.after(changed))?;
         Ok(ran)
     }
 
@@ -703,9 +846,9 @@ impl Store for MysqlStore {
         let sql = walk_sql(lane, shard, after, limit, &now);
         let mut loan = self.pool.take().await?;
         let answer = self.pool.timed(async {
-            let (rows, _) = run(&mut loan.connection, &sql, &[]).await.map_err(|e| classify(&e))?;
-            let (clock, _) =
-                run(&mut loan.connection, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
+            let conn: &mut Conn = &mut loan.connection;
+            let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
+            let (clock, _) = run(conn, &format!("SELECT {now}"), &[]).await.map_err(|e| classify(&e))?;
             let now = clock.first().map_or(Ok(Timestamp::default()), |row| row.time(0))?;
             Ok(Walked { seen: rows.iter().map(super::seen_of).collect::<Result<_>>()?, now })
         });

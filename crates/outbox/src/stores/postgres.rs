@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,12 +14,13 @@ use futures_util::{
     pin_mut,
 };
 use tokio::sync::Notify;
+use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
-use tokio_postgres::{Client, Config, RowStream, Statement};
+use tokio_postgres::{Client, Config, RowStream, SimpleQueryMessage, Statement};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
-use super::{Options, Skew, postgres_tls, rerun, settle_by_parts, without_password, without_values};
+use super::{Options, Skew, Turn, postgres_tls, rerun, settle_by_parts, without_password, without_values};
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
@@ -40,31 +42,77 @@ const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 pub const BEGIN_BY_INDEX: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_seqscan = off";
 
-/// What begins a transaction. What we give up ends on the server, too: it waits for a lock of somebody else's only for a
-/// moment, and outlives our deadline by nothing.
+/// A migration that we say nothing about for so long has been given up.
+const MIGRATION_SILENCE: Duration = Duration::from_secs(5);
+
+/// What bounds a transaction on the server, so that what we give up ends there, too: it waits for a lock of somebody else's
+/// only for a moment, outlives our deadline by nothing, and if the network cuts it off it does not hold its locks for long.
+#[derive(Clone)]
+struct Limits([(&'static str, u128); 3]);
+
+impl Limits {
+    fn new(options: &Options) -> Self {
+        Limits([
+            ("lock_timeout", options.lock_wait().as_millis()),
+            ("statement_timeout", options.deadline.as_millis().max(1)),
+            ("idle_in_transaction_session_timeout", options.silence().as_millis()),
+        ])
+    }
+
+    /// For one transaction.
+    fn local(&self) -> String {
+        self.0.map(|(name, ms)| format!("SET LOCAL {name} = {ms}")).join("; ")
+    }
+
+    /// For a session, as it is asked for when it begins.
+    fn at_start(&self) -> String {
+        self.0.map(|(name, ms)| format!("-c {name}={ms}")).join(" ")
+    }
+
+    /// Does the session have them?
+    fn in_force(&self) -> String {
+        let each = self.0.map(|(name, ms)| format!("current_setting('{name}')::interval = '{ms} ms'::interval"));
+        format!("SELECT {}", each.join(" AND "))
+    }
+}
+
+/// What begins a transaction: `plain` and `by_index` in a session that has the limits, else the other two.
 struct Begin {
-    plain: String,
-    by_index: String,
-    /// One statement, without a pause in which the network could cut it off.
-    one: String,
+    plain: &'static str,
+    by_index: &'static str,
+    plain_limited: String,
+    by_index_limited: String,
+    /// To migrate: what it changes takes as long as it takes.
+    migration: String,
 }
 
 impl Begin {
     fn new(options: &Options) -> Self {
-        let limits = format!(
-            "SET LOCAL lock_timeout = {}; SET LOCAL statement_timeout = {}",
-            options.lock_wait().as_millis(),
-            options.deadline.as_millis().max(1)
+        let limits = Limits::new(options).local();
+        let with = |begin: &str| format!("{begin}; {limits}");
+        // A change of a table that waits for somebody's lock keeps everybody behind it waiting.
+        // Between its statements a busy machine may need a while, however short the leases are.
+        let patience = options.silence().max(MIGRATION_SILENCE).as_millis();
+        let migration = format!(
+            "{BEGIN}; SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; \
+             SET LOCAL idle_in_transaction_session_timeout = {patience}"
         );
-        // A transaction cut off by the network must not hold its locks for long.
-        let silence = options.silence().as_millis();
-        let with =
-            |begin: &str| format!("{begin}; {limits}; SET LOCAL idle_in_transaction_session_timeout = {silence}");
-        Begin { plain: with(BEGIN), by_index: with(BEGIN_BY_INDEX), one: format!("{BEGIN_BY_INDEX}; {limits}") }
+        Begin {
+            plain: BEGIN,
+            by_index: BEGIN_BY_INDEX,
+            plain_limited: with(BEGIN),
+            by_index_limited: with(BEGIN_BY_INDEX),
+            migration,
+        }
     }
 
-    fn of(&self, mode: Mode) -> &str {
-        if mode == Mode::Look { &self.by_index } else { &self.plain }
+    fn of(&self, connection: &Connection, by_index: bool) -> &str {
+        match (connection.limited, by_index) {
+            (true, false) => self.plain,
+            (true, true) => self.by_index,
+            (false, false) => &self.plain_limited,
+            (false, true) => &self.by_index_limited,
+        }
     }
 }
 
@@ -85,10 +133,15 @@ struct Connector {
     config: Config,
     tls: MakeRustlsConnect,
     shown: String,
+    limits: Limits,
+    /// A pooler stands between us and the server and takes no settings for a session.
+    refuses_settings: AtomicBool,
 }
 
 pub(crate) struct Connection {
     client: Client,
+    /// The session has our limits, so no transaction needs to set them. Not so behind a pooler.
+    limited: bool,
     statements: HashMap<String, Statement>,
     driver: tokio::task::JoinHandle<()>,
 }
@@ -104,17 +157,11 @@ impl Connect for Connector {
     type Connection = Connection;
 
     async fn connect(&self) -> Result<Connection> {
-        let (client, connection) = self.config.connect(self.tls.clone()).await.map_err(|e| {
+        self.begin_session().await.map_err(|e| {
             let mut error = classify(&e);
             error.kind = Kind::Unreachable;
             error.during(&format!("cannot connect to {}", self.shown))
-        })?;
-        let driver = tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(%error, "a PostgreSQL connection ended");
-            }
-        });
-        Ok(Connection { client, statements: HashMap::new(), driver })
+        })
     }
 
     fn is_open(connection: &Connection) -> bool {
@@ -122,33 +169,84 @@ impl Connect for Connector {
     }
 }
 
+impl Connector {
+    /// With our limits if it can have them. They are asked for at its start, never by SET: behind a pooler that would
+    /// leave them to somebody else.
+    async fn begin_session(&self) -> Result<Connection, tokio_postgres::Error> {
+        if self.refuses_settings.load(Ordering::Relaxed) {
+            return open(&self.config, &self.tls).await;
+        }
+        let mut config = self.config.clone();
+        let given = self.config.get_options().unwrap_or_default();
+        config.options(format!("{given} {}", self.limits.at_start()).trim_start());
+        match open(&config, &self.tls).await {
+            Ok(mut connection) => {
+                // A pooler may also have taken no notice.
+                let answer = connection.client.simple_query(&self.limits.in_force()).await?;
+                connection.limited = answer.iter().any(is_true);
+                Ok(connection)
+            }
+            Err(error) if refuses_settings(&error) => {
+                self.refuses_settings.store(true, Ordering::Relaxed);
+                open(&self.config, &self.tls).await
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+async fn open(config: &Config, tls: &MakeRustlsConnect) -> Result<Connection, tokio_postgres::Error> {
+    let (client, connection) = config.connect(tls.clone()).await?;
+    let driver = tokio::spawn(async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(%error, "a PostgreSQL connection ended");
+        }
+    });
+    Ok(Connection { client, limited: false, statements: HashMap::new(), driver })
+}
+
+fn is_true(answer: &SimpleQueryMessage) -> bool {
+    matches!(answer, SimpleQueryMessage::Row(row) if row.get(0) == Some("t"))
+}
+
+/// As pgbouncer and its kind answer `options` that they do not know.
+fn refuses_settings(error: &tokio_postgres::Error) -> bool {
+    let refusals = [SqlState::PROTOCOL_VIOLATION, SqlState::FEATURE_NOT_SUPPORTED, SqlState::UNDEFINED_OBJECT];
+    error.code().is_some_and(|code| refusals.contains(code))
+}
+
 impl Connection {
     async fn prepared(&mut self, begin: &str, sql: &str) -> Result<Statement> {
         if let Some(statement) = self.statements.get(sql) {
             return Ok(statement.clone());
         }
-        self.prepare(begin, sql, &[]).await
+        self.prepare(Some(begin), sql, &[]).await
     }
 
-    /// In a transaction of its own: it waits for locks on tables, too, and `begin` says for how long.
-    async fn prepare(&mut self, begin: &str, sql: &str, types: &[Type]) -> Result<Statement> {
+    /// In a transaction of its own, unless one is under way: it waits for locks on tables, too, and `begin` says for how
+    /// long.
+    async fn prepare(&mut self, begin: Option<&str>, sql: &str, types: &[Type]) -> Result<Statement> {
         let prepared = async {
-            self.client.batch_execute(begin).await?;
+            if let Some(begin) = begin {
+                self.client.batch_execute(begin).await?;
+            }
             self.client.prepare_typed(sql, types).await
         };
         let prepared = prepared.await.map_err(|e| classify(&e));
-        self.client.batch_execute("ROLLBACK").await.map_err(|e| {
-            let mut lost = classify(&e);
-            lost.kind = Kind::Unreachable;
-            lost
-        })?;
+        if begin.is_some() {
+            self.client.batch_execute("ROLLBACK").await.map_err(|e| {
+                let mut lost = classify(&e);
+                lost.kind = Kind::Unreachable;
+                lost
+            })?;
+        }
         let statement = prepared?;
         self.statements.insert(sql.to_owned(), statement.clone());
         Ok(statement)
     }
 
     /// The same with the types of its values; none once there are so many texts that keeping them would not pay.
-    async fn prepared_typed(&mut self, begin: &str, sql: &str, types: &[Type]) -> Result<Option<Statement>> {
+    async fn prepared_typed(&mut self, begin: Option<&str>, sql: &str, types: &[Type]) -> Result<Option<Statement>> {
         if let Some(statement) = self.statements.get(sql).filter(|known| known.params() == types) {
             return Ok(Some(statement.clone()));
         }
@@ -356,9 +454,7 @@ impl PostgresTx<'_> {
 
     async fn run_often(&mut self, sql: &str, params: &[Value]) -> Result<(Vec<Row>, u64)> {
         let types: Vec<Type> = params.iter().map(type_of).collect();
-        // In the middle of a transaction there is nothing to begin, and an unknown statement is not kept.
-        let Some(begin) = self.begin.clone() else { return self.run(sql, params).await };
-        let statement = match self.connection.prepared_typed(&begin, &numbered(sql), &types).await {
+        let statement = match self.connection.prepared_typed(self.begin.as_deref(), &numbered(sql), &types).await {
             Ok(Some(statement)) => statement,
             Ok(None) => return self.run(sql, params).await,
             Err(error) => {
@@ -419,7 +515,9 @@ impl PostgresStore {
         config.keepalives_idle(Duration::from_secs(30)).tcp_user_timeout(options.deadline);
         let shown = without_password(url);
         let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
-        let pool = Pool::new(Connector { config, tls, shown }, &options);
+        let limits = Limits::new(&options);
+        let connector = Connector { config, tls, shown, limits, refuses_settings: AtomicBool::new(false) };
+        let pool = Pool::new(connector, &options);
         let schema = Schema::with(&options.migrations);
         let (begin, deadline) = (Begin::new(&options), options.deadline);
         Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, begin, deadline, listener })
@@ -433,7 +531,8 @@ impl PostgresStore {
     async fn one(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<(Vec<tokio_postgres::Row>, Timestamp)> {
         rerun(self.deadline, false, || async {
             let mut loan = self.pool.take().await?;
-            let answer = self.pool.timed(loan.connection.run_one(&self.begin.one, sql, params)).await?;
+            let begin = self.begin.of(&loan.connection, true);
+            let answer = self.pool.timed(loan.connection.run_one(begin, sql, params)).await?;
             self.keep_if_clean(loan, &answer);
             answer
         })
@@ -589,17 +688,11 @@ impl Store for PostgresStore {
         let lanes = self.lanes.clone();
         let loan = self.pool.take().await?;
         let client = &loan.connection.client;
-        let run = async {
-            client
-                .batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock(7305811283405)")
-                .await?;
-            // A change of a table that waits for somebody's lock keeps everybody behind it waiting.
-            client.batch_execute("SET LOCAL lock_timeout = '5s'").await?;
-            client.batch_execute(migrate::BOOKKEEPING).await?;
-            let rows = client.query("SELECT version FROM postrider_migrations", &[]).await?;
-            rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()
-        };
-        let applied = run.await.map_err(|e| classify(&e))?;
+        let turn = Turn::begin();
+        while !self.pool.timed(begin_to_migrate(client, &self.begin.migration)).await?? {
+            turn.is_anothers().await?;
+        }
+        let applied = self.pool.timed(migrations_applied(client)).await??;
         let missing = self.schema.missing(&applied)?;
         let run = async {
             if !missing.is_empty() {
@@ -611,15 +704,17 @@ impl Store for PostgresStore {
                 }
                 client.batch_execute(migrate::views(Dialect::Postgres)).await?;
             }
-            client.batch_execute("COMMIT").await
+            Ok::<(), tokio_postgres::Error>(())
         };
         run.await.map_err(|e| classify(&e).during("migration"))?;
+        self.pool.timed(client.batch_execute("COMMIT")).await?.map_err(|e| at_commit(&e).during("migration"))?;
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();
             Box::pin(async move { cold::register_lanes(tx, &lanes, Register::Missing).await })
         })
-        .await?;
+        .await
+        .map_err(|error| error.after(!missing.is_empty()))?;
         Ok(missing.iter().map(|m| m.name.to_owned()).collect())
     }
 
@@ -683,10 +778,11 @@ impl Store for PostgresStore {
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
-        let (begin, skew) = (self.begin.of(mode), self.skew.micros());
+        let skew = self.skew.micros();
         let done = rerun(self.deadline, mode != Mode::Work, || async {
             let mut loan = self.pool.take().await?;
             let mut work = work.lock().await;
+            let begin = self.begin.of(&loan.connection, mode == Mode::Look);
             let answer = self.pool.timed(in_transaction(&mut loan.connection, begin, skew, &mut work)).await?;
             self.keep_if_clean(loan, &answer);
             answer
@@ -725,6 +821,29 @@ impl Store for PostgresStore {
     fn advance_clock(&self, by: Duration) {
         self.skew.advance(by);
     }
+}
+
+/// Begins, if no other process migrates; then there is nothing to roll back either.
+async fn begin_to_migrate(client: &Client, begin: &str) -> Result<bool> {
+    let run = async {
+        client.batch_execute(begin).await?;
+        let row = client.query_one("SELECT pg_try_advisory_xact_lock(7305811283405)", &[]).await?;
+        let ours: bool = row.try_get(0)?;
+        if !ours {
+            client.batch_execute("ROLLBACK").await?;
+        }
+        Ok::<bool, tokio_postgres::Error>(ours)
+    };
+    run.await.map_err(|e| classify(&e))
+}
+
+async fn migrations_applied(client: &Client) -> Result<Vec<i64>> {
+    let run = async {
+        client.batch_execute(migrate::BOOKKEEPING).await?;
+        let rows = client.query("SELECT version FROM postrider_migrations", &[]).await?;
+        rows.iter().map(|row| row.try_get::<_, i64>(0)).collect::<Result<Vec<i64>, _>>()
+    };
+    run.await.map_err(|e| classify(&e))
 }
 
 /// What vacuum has still to do in our tables, and what keeps it from that.

@@ -13,7 +13,7 @@ use rusqlite::types::{ToSqlOutput, ValueRef};
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 
-use super::sqlite_threads::{self as threads, Job, OpenFile, Queue, Request};
+use super::sqlite_threads::{self as threads, Haste, Job, OpenFile, Queue, Request};
 use super::{Options, Skew};
 use crate::cold::{self, Register};
 use crate::error::{Error, Kind, Result, sqlite_kind};
@@ -58,22 +58,28 @@ impl SqliteStore {
 
     /// In memory, with a clock that moves only when it is told to: for simulators.
     #[doc(hidden)]
-    pub fn simulated(start: Timestamp, lanes: Arc<Lanes>) -> Result<Self> {
-        Self::open_with(None, Arc::new(Skew::frozen_at(start)), lanes, Options::default())
+    pub fn simulated(start: Timestamp, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
+        Self::open_with(None, Arc::new(Skew::frozen_at(start)), lanes, options)
+    }
+
+    /// Sets the clock forward or back, by so many microseconds: for simulators.
+    #[doc(hidden)]
+    pub fn jump_clock(&self, micros: i64) {
+        self.skew.jump(micros);
     }
 
     fn open_with(path: Option<PathBuf>, skew: Arc<Skew>, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
         let write = connect(path.as_ref(), &skew, false)?;
         let file = path.as_deref().map(OpenFile::at).transpose()?;
         let writer = threads::write("postrider-sqlite-writer", write, file.clone())?;
-        let readers = |name: &str, count: usize| {
+        let readers = |name: &str, haste: Haste, count: usize| {
             let connections: Result<Vec<SqliteTx>> = (0..count).map(|_| connect(path.as_ref(), &skew, true)).collect();
-            threads::read(name, connections?, file.clone())
+            threads::read(name, haste, connections?, file.clone())
         };
         let readers = match &path {
             Some(_) => Some(Readers {
-                engine: readers("postrider-sqlite-reader", ENGINE_READERS)?,
-                people: readers("postrider-sqlite-people", PEOPLE_READERS)?,
+                engine: readers("postrider-sqlite-reader", Haste::Delivers, ENGINE_READERS)?,
+                people: readers("postrider-sqlite-people", Haste::Looks, PEOPLE_READERS)?,
             }),
             None => None,
         };

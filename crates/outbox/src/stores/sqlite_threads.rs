@@ -96,13 +96,31 @@ pub(super) fn write(name: &str, mut tx: SqliteTx, file: Option<OpenFile>) -> Res
     Ok(sender)
 }
 
+/// Who may have the processor first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Haste {
+    Delivers,
+    /// Somebody looks: a page that comes a little later harms nobody.
+    Looks,
+}
+
+/// Threads of this process that have work to do go before this one.
+fn give_way() {
+    // What the system does not grant only costs time.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::setpriority_process(None, 10);
+}
+
 /// Starts a thread for each connection; whichever is free takes the next request.
-pub(super) fn read(name: &str, connections: Vec<SqliteTx>, file: Option<OpenFile>) -> Result<Queue> {
+pub(super) fn read(name: &str, haste: Haste, connections: Vec<SqliteTx>, file: Option<OpenFile>) -> Result<Queue> {
     let (sender, requests) = mpsc::channel::<Request>();
     let requests = Arc::new(Mutex::new(requests));
     for (n, mut tx) in connections.into_iter().enumerate() {
         let (requests, file) = (requests.clone(), file.clone());
         start(format!("{name}-{n}"), move || {
+            if haste == Haste::Looks {
+                give_way();
+            }
             loop {
                 let next = requests.lock().unwrap_or_else(|e| e.into_inner()).recv();
                 let Ok(request) = next else { return };

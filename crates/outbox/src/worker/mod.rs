@@ -18,6 +18,7 @@ use self::core::{Command, Core, Event, LaneSettings, Settings, Tally};
 use crate::clock::{self, Tick};
 use crate::courier::{Begin, Courier};
 use crate::error::{Error, Result, panicked};
+use crate::failpoint::reach;
 use crate::message::Message;
 use crate::observe::{Observer, Phase, Silent};
 use crate::outbox::Outbox;
@@ -140,8 +141,10 @@ impl Worker {
         let settings =
             Settings { owner: self.owner, lanes: self.lanes, drain: self.drain, once: self.once, seed: clock::seed() };
         let janitor = (!self.once).then(|| tokio::spawn(sweep(self.outbox.clone())));
+        let lanes = settings.lanes.iter().map(|lane| lane.lane.clone());
+        let couriers: Vec<(String, Arc<dyn Courier>)> = lanes.zip(self.couriers.iter().cloned()).collect();
         let driver = Driver::new(self.outbox.clone(), settings, self.couriers, self.observer);
-        let gatekeeper = tokio::spawn(watch_pauses(self.outbox.clone(), driver.sender.clone()));
+        let gatekeeper = tokio::spawn(watch_gates(self.outbox.clone(), couriers, driver.sender.clone()));
         let scout = tokio::spawn(watch_shards(self.outbox, served, driver.sender.clone()));
         let report = driver.run(shutdown).await;
         gatekeeper.abort();
@@ -153,18 +156,25 @@ impl Worker {
     }
 }
 
-/// Tells the core which lanes are paused, at once and then about every second.
-async fn watch_pauses(outbox: Outbox, core: UnboundedSender<Event>) {
+/// Tells the core which lanes to leave alone, because they are paused or their courier can deliver nothing; at once and
+/// then about every second.
+async fn watch_gates(outbox: Outbox, couriers: Vec<(String, Arc<dyn Courier>)>, core: UnboundedSender<Event>) {
     let mut known = None;
     loop {
         match outbox.paused_lanes().await {
-            Ok(lanes) if known.as_ref() != Some(&lanes) => {
-                if core.send(Event::Paused { lanes: lanes.clone() }).is_err() {
-                    return;
+            Ok(mut lanes) => {
+                for (lane, courier) in &couriers {
+                    if !lanes.contains(lane) && !courier.ready().await {
+                        lanes.push(lane.clone());
+                    }
                 }
-                known = Some(lanes);
+                if known.as_ref() != Some(&lanes) {
+                    if core.send(Event::Paused { lanes: lanes.clone() }).is_err() {
+                        return;
+                    }
+                    known = Some(lanes);
+                }
             }
-            Ok(_) => {}
             // Unchanged until the database says otherwise.
             Err(error) => tracing::warn!(%error, "cannot see which lanes are paused"),
         }
@@ -319,7 +329,10 @@ impl Driver {
                     notified = store.notified();
                     self.core.handle(Tick::now(), Event::Wake);
                 }
-                () = &mut shutdown => self.core.handle(Tick::now(), Event::Shutdown),
+                () = &mut shutdown => {
+                    self.core.handle(Tick::now(), Event::Shutdown);
+                    reach("draining");
+                }
             }
         }
         self.core.tally().map(|(lane, tally)| (lane.to_owned(), tally)).collect()
@@ -361,9 +374,13 @@ impl Driver {
         };
         let failed = no_answer(&command);
         let work: Pin<Box<dyn Future<Output = Event> + Send>> = match command {
-            Command::Claim { op, claim } => {
-                Box::pin(async move { Event::Claimed { op, result: store.claim(&claim).await } })
-            }
+            Command::Claim { op, claim } => Box::pin(async move {
+                let result = store.claim(&claim).await;
+                if result.as_ref().is_ok_and(|claimed| !claimed.messages.is_empty()) {
+                    reach("claimed");
+                }
+                Event::Claimed { op, result }
+            }),
             Command::Walk { op, lane, shard, after, limit } => {
                 let lane = lane_name(lane);
                 Box::pin(async move { Event::Walked { op, result: store.walk(&lane, shard, after, limit).await } })
@@ -376,6 +393,7 @@ impl Driver {
                 let (courier, lane) = (self.couriers[lane].clone(), lane_name(lane));
                 Box::pin(async move {
                     let result = store.settle(&lane, &owner, &entries).await;
+                    reach("settled");
                     for (entry, answer) in entries.iter().zip(result.iter().flatten()) {
                         if !matches!(answer, Settled::Refused | Settled::Locked) {
                             courier.settled(entry.lease.id);
@@ -384,12 +402,16 @@ impl Driver {
                     Event::Settled { op, result }
                 })
             }
-            Command::Defer { op, leases, how } => {
-                Box::pin(async move { Event::Deferred { op, result: store.defer(&owner, &leases, &how).await } })
-            }
-            Command::Renew { op, leases, lease } => {
-                Box::pin(async move { Event::Renewed { op, result: store.renew(&owner, &leases, lease).await } })
-            }
+            Command::Defer { op, leases, how } => Box::pin(async move {
+                let result = store.defer(&owner, &leases, &how).await;
+                reach("deferred");
+                Event::Deferred { op, result }
+            }),
+            Command::Renew { op, leases, lease } => Box::pin(async move {
+                let result = store.renew(&owner, &leases, lease).await;
+                reach("renewed");
+                Event::Renewed { op, result }
+            }),
             Command::Deliver { .. } | Command::Abort { .. } => return,
         };
         let (observer, timed) = (self.observer.clone(), timed);
@@ -460,8 +482,12 @@ async fn deliver_guarded(courier: Arc<dyn Courier>, message: Box<Message>, begin
         Some(begin) => courier.deliver_begun(&message, begin),
         None => courier.deliver(&message),
     };
+    reach("sending");
     match AssertUnwindSafe(delivery).catch_unwind().await {
-        Ok(outcome) => outcome,
+        Ok(outcome) => {
+            reach("delivered");
+            outcome
+        }
         Err(panic) => Outcome::retry(code::COURIER_PANIC, format!("the courier {}", panicked(&*panic)), Reach::Unknown),
     }
 }

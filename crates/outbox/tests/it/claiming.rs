@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postrider::NewMessage;
 use postrider::outcome::{Settled, Verdict};
-use postrider::store::{From, Mark, Status};
+use postrider::store::{Claim, From, Mark, Mode, Status, transact};
 
 use crate::harness::{Database, claim_of, lanes, on_every_store, retry, secs};
 
@@ -15,6 +15,7 @@ on_every_store! {
     p2_concurrent_takeovers_have_one_winner,
     p2_a_claim_takes_no_more_than_its_limit,
     p2_a_claim_takes_its_lane_only,
+    p2_a_claim_takes_its_shard_only,
     p2_a_shorter_lease_cannot_steal_a_longer_one,
     p2_a_renewed_lease_is_not_claimable,
     p5_an_expired_lease_is_claimable_by_anyone,
@@ -37,6 +38,7 @@ on_every_store! {
     adoption_takes_ordinary_rows_too,
     adoption_does_not_touch_what_others_hold,
     claimed_now_is_the_databases_clock,
+    time_goes_on_in_a_transaction,
     a_worker_may_have_a_long_name,
 }
 
@@ -129,6 +131,21 @@ async fn p2_a_claim_takes_its_lane_only(db: Database) {
     assert_eq!(db.claim_one("a", "w").await.id, a);
     assert!(db.claim_ids("a", "w", &[b]).await.is_empty(), "not by id either");
     assert_eq!(db.claim_one("b", "w").await.id, b);
+}
+
+async fn p2_a_claim_takes_its_shard_only(db: Database) {
+    let messages = (0..80).map(|n| NewMessage::new("sharded", n.to_string()).key(n.to_string())).collect();
+    db.outbox.enqueue(messages).await.unwrap();
+    let mut claimed = 0;
+    for shard in 0..8 {
+        let there = db.count(&format!("outbox WHERE shard_id = {shard} AND locked_by IS NULL")).await;
+        let claim = Claim { shard, ..claim_of("sharded", "w", 100, secs(60), From::Mark(None)) };
+        let got = db.outbox.store().claim(&claim).await.unwrap().messages;
+        assert!(there > 0 && got.len() as i64 == there, "{} of {there} in shard {shard}", got.len());
+        assert!(got.iter().all(|m| m.shard_id == shard), "{got:?}");
+        claimed += got.len();
+    }
+    assert_eq!(claimed, 80);
 }
 
 async fn p2_a_shorter_lease_cannot_steal_a_longer_one(db: Database) {
@@ -478,6 +495,25 @@ async fn claimed_now_is_the_databases_clock(db: Database) {
         let moved = now.since(before);
         assert!(moved >= secs(1000) && moved < secs(1060), "{moved:?}");
     }
+}
+
+/// Else a lease that was waited for would be born as old as the wait.
+async fn time_goes_on_in_a_transaction(db: Database) {
+    let moved = transact(&**db.outbox.store(), Mode::Write, |tx| {
+        Box::pin(async move {
+            let mut moments = HashSet::new();
+            for _ in 0..1000 {
+                let mut params = Vec::new();
+                let now = tx.now().plus(0, &mut params);
+                moments.insert(tx.query(&format!("SELECT {now}"), &params).await?[0].time(0)?);
+                if moments.len() > 1 {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        })
+    });
+    assert!(moved.await.unwrap(), "it stands still");
 }
 
 async fn a_worker_may_have_a_long_name(db: Database) {

@@ -10,6 +10,7 @@ mod alerts;
 mod caller_transactions;
 mod callers;
 mod claiming;
+mod crashing;
 mod differential;
 mod enqueueing;
 mod examples;

@@ -18,6 +18,7 @@ use crate::harness::{Database, OWNER, claim_of, created, dead, lanes, on_every_s
 on_every_store! {
     p6_requeue_brings_a_dead_message_back,
     p6_requeue_is_for_the_dead_only,
+    p6_requeue_lifts_a_deadline_that_is_over,
     p6_requeue_never_lowers_the_token,
     p6_requeue_conflicts_with_a_taken_active_key,
     p6_concurrent_requeues_bring_it_back_once,
@@ -40,6 +41,7 @@ on_every_store! {
     seize_then_settle_or_defer,
     release_sets_maybe_sent_on_a_leased_row_only,
     send_begun_is_what_a_takeover_remembers,
+    send_begun_needs_a_lease_that_runs,
     send_begun_is_taken_back_by_a_definite_outcome,
     an_owned_lane_refuses_everybody_else,
     a_paused_lane_holds_its_backlog,
@@ -130,12 +132,20 @@ async fn requeue_waits_for_nobody(db: Database) {
     if db.dialect == Dialect::Sqlite {
         return; // whoever writes there has the file for himself
     }
-    let ids = [db.put_dead(NewMessage::new("a", "x")).await, db.put_dead(NewMessage::new("a", "y")).await];
+    let mut ids = Vec::new();
+    for n in 0..41 {
+        ids.push(db.put_dead(NewMessage::new("a", n.to_string())).await);
+    }
     let mut other = db.raw().await;
     other.run("BEGIN").await.unwrap();
-    other.run(&format!("SELECT id FROM outbox_done WHERE id = {} FOR UPDATE", ids[0])).await.unwrap();
-    let answers = db.outbox.requeue(ids.to_vec()).await.unwrap();
-    assert_eq!(answers, [Requeued::Held, Requeued::Requeued], "one that is held holds up no other");
+    for id in &ids[..40] {
+        other.run(&format!("SELECT id FROM outbox_done WHERE id = {id} FOR UPDATE")).await.unwrap();
+    }
+    // Whoever waited for each of them, if only for a moment, would be at it for forty of those.
+    let answers = tokio::time::timeout(secs(20), db.outbox.requeue(ids.clone())).await.expect("it waits").unwrap();
+    let mut expected = vec![Requeued::Held; 40];
+    expected.push(Requeued::Requeued);
+    assert_eq!(answers, expected, "those that are held hold up no other");
     other.run("ROLLBACK").await.unwrap();
     assert_eq!(db.outbox.requeue(vec![ids[0]]).await.unwrap(), [Requeued::Requeued]);
 }
@@ -183,6 +193,20 @@ async fn p6_requeue_brings_a_dead_message_back(db: Database) {
     assert_eq!((claimed.headers.len(), claimed.correlation_id.as_deref()), (1, Some("c")));
     assert_eq!(db.enqueue(NewMessage::new("a", "x").target("t").key("key")).await.outcome, Enqueued::Exists);
     assert_eq!(db.settle("a", "w", claimed.lease(), Verdict::sent()).await, Settled::Applied);
+}
+
+async fn p6_requeue_lifts_a_deadline_that_is_over(db: Database) {
+    let first = db.put("b", "x").await;
+    let limit = db.show(first).await.created_at.plus(secs(1000));
+    for (code, kept) in [("EXPIRED", None), ("BAD", Some(limit))] {
+        let id = created(db.enqueue(NewMessage::new("a", "x").deliver_before(limit)).await);
+        let lease = db.claim_one("a", "w").await.lease();
+        assert_eq!(db.settle("a", "w", lease, dead(code)).await, Settled::Applied);
+        assert_eq!(db.outbox.requeue(vec![id]).await.unwrap(), [Requeued::Requeued]);
+        assert_eq!(db.show(id).await.deliver_before, kept, "{code}");
+        let lease = db.claim_one("a", "w").await.lease();
+        assert_eq!(db.settle("a", "w", lease, Verdict::sent()).await, Settled::Applied);
+    }
 }
 
 async fn p6_requeue_is_for_the_dead_only(db: Database) {
@@ -493,6 +517,39 @@ async fn work_and_die(db: &Database, courier: Careful, until: impl AsyncFn() -> 
     .await
     .expect("it comes about");
     worker.abort();
+}
+
+/// Comes to its send when its lease is over; keeps what it was told, and never ends.
+struct Late {
+    db: Database,
+    told: Arc<std::sync::Mutex<Option<bool>>>,
+}
+
+#[async_trait::async_trait]
+impl Courier for Late {
+    async fn deliver(&self, _: &Message) -> Outcome {
+        Outcome::sent()
+    }
+
+    async fn deliver_begun(&self, _: &Message, begin: &Begin) -> Outcome {
+        self.db.advance(secs(31));
+        let told = begin.commit().await.unwrap();
+        self.told.lock().unwrap().get_or_insert(told);
+        std::future::pending().await
+    }
+}
+
+async fn send_begun_needs_a_lease_that_runs(db: Database) {
+    let id = db.put("careful", "x").await;
+    let told = Arc::new(std::sync::Mutex::new(None));
+    let late = Late { db: db.clone(), told: told.clone() };
+    let settings = LaneSettings { lease: secs(30), ..LaneSettings::new("careful") };
+    let worker = Worker::new(db.outbox.clone()).lane_with(settings, Arc::new(late)).run(std::future::pending());
+    let worker = tokio::spawn(worker);
+    proving::kit::until("it is about to send", async || told.lock().unwrap().is_some()).await;
+    worker.abort();
+    assert_eq!(*told.lock().unwrap(), Some(false), "somebody else may have it by now");
+    assert!(!maybe_sent(&db, id).await, "nothing was begun");
 }
 
 async fn maybe_sent(db: &Database, id: i64) -> bool {

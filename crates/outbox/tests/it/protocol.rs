@@ -6,17 +6,20 @@ use std::time::Duration;
 
 use postrider::clock::Tick;
 use postrider::error::{Error, Kind};
-use postrider::observe::Observer;
+use postrider::observe::{Observer, Told};
 use postrider::outcome::{FlushCode, LeaseState, Outcome, Settled, Verdict};
 use postrider::store::{Claimed, From, Mode, Requeued, Retried, Status, transact};
 use postrider::tx::Dialect;
 use postrider::worker::core::{Command, Core, Event, LaneSettings, Settings};
 use postrider::{Message, NewMessage, Timestamp, Worker, courier};
+use tokio::sync::Semaphore;
 
-use crate::harness::{Database, claim_of, on_every_store, retry, secs};
+use crate::harness::{Database, claim_of, on_every_store, retry, secs, until};
 
 on_every_store! {
     a_claim_passes_by_what_others_have_locked_and_waits_for_nobody,
+    two_claims_at_once_have_rows_of_their_own,
+    nothing_is_open_while_a_message_is_delivered,
     a_claim_sets_holder_and_times,
     a_claim_that_fails_leaves_everything_as_it_was,
     a_row_whose_update_does_not_take_is_not_claimed,
@@ -54,6 +57,83 @@ async fn a_claim_passes_by_what_others_have_locked_and_waits_for_nobody(db: Data
     session.run("ROLLBACK").await.unwrap();
     let claimed: Vec<i64> = db.claim("a", "a", 3).await.iter().map(|m| m.id).collect();
     assert_eq!(claimed, ids[..3], "each has its own three");
+}
+
+/// One claim takes its time between its locks and its commit; the other does not wait for it and gets what is left.
+async fn two_claims_at_once_have_rows_of_their_own(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // it has one writer
+    }
+    let ids = put_many(&db, "a", 6).await;
+    let mut session = db.raw().await;
+    let (slow, sleepers) = if db.dialect == Dialect::Mysql {
+        let slow = "CREATE TRIGGER slow BEFORE UPDATE ON outbox FOR EACH ROW IF NEW.locked_by = 'slow' AND OLD.id = {id} THEN DO SLEEP(3); END IF";
+        (slow, "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE() AND state = 'User sleep'")
+    } else {
+        let slow = "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.locked_by = 'slow' AND OLD.id = {id} THEN PERFORM pg_sleep(3); END IF; RETURN NEW; END $$;
+                    CREATE TRIGGER slow BEFORE UPDATE ON outbox FOR EACH ROW EXECUTE FUNCTION slow()";
+        (slow, "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'")
+    };
+    session.run(&slow.replace("{id}", &ids[0].to_string())).await.unwrap();
+    let first = tokio::spawn({
+        let db = db.clone();
+        async move { db.claim("a", "slow", 3).await }
+    });
+    until(async || session.number(sleepers).await == 1).await;
+    let second: Vec<i64> = db.claim("a", "quick", 3).await.iter().map(|m| m.id).collect();
+    assert!(!first.is_finished(), "it did not wait");
+    let first: Vec<i64> = first.await.unwrap().iter().map(|m| m.id).collect();
+    assert_eq!((first.len(), second.len()), (3, 3));
+    let mut all = [first, second].concat();
+    all.sort_unstable();
+    assert_eq!(all, ids, "nobody has another's");
+    assert_eq!(db.count("outbox WHERE lease_token = 1").await, 6, "and each was claimed once");
+    for id in ids {
+        // Both have committed: no lock is left.
+        session.run(&format!("SELECT id FROM outbox WHERE id = {id} FOR UPDATE NOWAIT")).await.unwrap();
+    }
+}
+
+/// What a transaction of ours that is still open would show to a stranger.
+async fn open_transactions(db: &Database, session: &mut crate::harness::Raw) -> i64 {
+    let sql = match db.dialect {
+        // With one open it could not write.
+        Dialect::Sqlite => return i64::from(session.run("BEGIN IMMEDIATE; ROLLBACK").await.is_err()),
+        Dialect::Postgres => {
+            "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL"
+        }
+        Dialect::Mysql => {
+            "SELECT COUNT(*) FROM information_schema.innodb_trx t JOIN information_schema.processlist p ON p.id = t.trx_mysql_thread_id
+              WHERE p.db = DATABASE() AND p.id <> CONNECTION_ID()"
+        }
+    };
+    session.number(sql).await
+}
+
+async fn nothing_is_open_while_a_message_is_delivered(db: Database) {
+    let id = db.put("a", "x").await;
+    let (begun, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+    let (tell, wait) = (begun.clone(), go.clone());
+    let waiting = courier(move |_| {
+        let (tell, wait) = (tell.clone(), wait.clone());
+        async move {
+            tell.add_permits(1);
+            wait.acquire().await.unwrap().forget();
+            Outcome::sent()
+        }
+    });
+    let worker = tokio::spawn(Worker::new(db.outbox.clone()).lane("a", waiting).once().run(std::future::pending()));
+    begun.acquire().await.unwrap().forget();
+    let mut session = db.raw().await;
+    assert_eq!(db.status(id).await, Status::Leased);
+    // The worker may be looking for more at this moment; it does not look for as long as a delivery takes.
+    until(async || open_transactions(&db, &mut session).await == 0).await;
+    if db.dialect != Dialect::Sqlite {
+        session.run(&format!("SELECT id FROM outbox WHERE id = {id} FOR UPDATE NOWAIT")).await.unwrap();
+    }
+    go.add_permits(1);
+    worker.await.unwrap().unwrap();
+    assert_eq!(db.status(id).await, Status::Sent);
 }
 
 async fn a_claim_sets_holder_and_times(db: Database) {
@@ -134,7 +214,10 @@ async fn a_row_whose_update_does_not_take_is_not_claimed(db: Database) {
 
 /// The memory's row as its specification shows it.
 async fn memory(db: &Database) -> (String, i64, Option<String>, Option<String>) {
-    let row = db.sql("SELECT status, retry_count, locked_by, last_error FROM outbox_memory").await.remove(0);
+    let unlocked = "CASE WHEN locked_at IS NULL THEN 1 ELSE 0 END";
+    let sql = format!("SELECT status, retry_count, locked_by, last_error, {unlocked} FROM outbox_memory");
+    let row = db.sql(&sql).await.remove(0);
+    assert_eq!(row.bool(4).unwrap(), row.opt_text(2).unwrap().is_none(), "locked_at goes with locked_by: {row:?}");
     (row.text(0).unwrap(), row.int(1).unwrap(), row.opt_text(2).unwrap(), row.opt_text(3).unwrap())
 }
 
@@ -156,10 +239,15 @@ async fn fail_retry_counts_and_waits_as_it_was_told(db: Database) {
         async |owner: &str| db.outbox.fail_retry("memory", owner, lease, "HTTP_503", "busy", secs(120)).await.unwrap();
     assert_eq!(fail("other").await, Settled::LeaseLost);
     let before = db.outbox.now().await.unwrap();
+    db.advance(secs(10));
     assert_eq!(fail("w").await, Settled::Applied);
     assert_eq!(memory(&db).await, ("pending".to_owned(), 1, None, Some("busy".to_owned())));
-    let wait = db.show(id).await.due_at.since(before);
-    assert!((120..180).contains(&wait.as_secs()), "the caller's own time, without jitter: {wait:?}");
+    let shown = db.show(id).await;
+    assert_eq!(shown.last_error_code.as_deref(), Some("HTTP_503"));
+    let updated = db.sql("SELECT updated_at FROM outbox").await[0].time(0).unwrap();
+    assert!(updated.since(before) >= secs(10), "updated_at moves too");
+    let wait = shown.due_at.since(updated);
+    assert!((119..121).contains(&wait.as_secs()), "the caller's own time, without jitter: {wait:?}");
     assert!(db.claim("memory", "v", 1).await.is_empty(), "not before");
     db.advance(secs(200));
     assert_eq!(db.claim_one("memory", "v").await.attempts, 1);
@@ -267,9 +355,14 @@ async fn whoever_lost_its_lease_is_told_and_the_conflict_is_audited(db: Database
 async fn requeue_begins_anew_with_nothing_said_of_the_last_error(db: Database) {
     let id = db.put_dead(NewMessage::new("a", "x")).await;
     assert_eq!(db.show(id).await.last_error_code.as_deref(), Some("BAD"));
+    let died = db.outbox.now().await.unwrap();
+    db.advance(secs(100));
     assert_eq!(db.outbox.requeue(vec![id]).await.unwrap(), [Requeued::Requeued]);
     let shown = db.show(id).await;
     assert_eq!((shown.attempts, shown.last_error_code, shown.last_error), (0, None, None));
+    assert!(shown.due_at.since(died) >= secs(100), "due when it was asked for, not before it died");
+    assert_eq!(db.claim_one("a", "w").await.id, id, "and at once");
+    assert!(db.sql("SELECT updated_at FROM outbox").await[0].time(0).unwrap().since(died) >= secs(100));
     assert!(db.history(id).await.iter().any(|past| past.code.as_deref() == Some("BAD")), "why it died stays known");
 }
 
@@ -361,16 +454,23 @@ fn message(id: i64) -> Message {
 
 /// A core of one slot that has claimed two messages for a minute, at second 1, and delivers the first.
 fn core_at_work() -> Core {
-    let lane = LaneSettings { concurrency: 1, batch: 2, lease: secs(60), shards: vec![0], ..LaneSettings::new("a") };
+    let mut core = core_that_claimed(1, vec![message(1), message(2)]);
+    assert_eq!(begun(&core.step(at(1))), [1], "one slot");
+    core
+}
+
+/// A core of so many slots that has claimed these for a minute, at second 1.
+fn core_that_claimed(concurrency: usize, messages: Vec<Message>) -> Core {
+    let batch = messages.len();
+    let lane = LaneSettings { concurrency, batch, lease: secs(60), shards: vec![0], ..LaneSettings::new("a") };
     let settings = Settings { owner: "w".to_owned(), lanes: vec![lane], drain: secs(5), once: false, seed: 1 };
     let mut core = Core::new(settings, at(0));
     core.handle(at(1), Event::Paused { lanes: vec![] });
     let claims = core.step(at(1));
     let op = claims.iter().find_map(|command| if let Command::Claim { op, .. } = command { Some(*op) } else { None });
     let now = Timestamp::from_micros(1_700_000_000_000_000);
-    let claimed = Claimed { messages: vec![message(1), message(2)], now, exhausted: true };
+    let claimed = Claimed { messages, now, exhausted: true };
     core.handle(at(1), Event::Claimed { op: op.expect("a claim"), result: Ok(claimed) });
-    assert_eq!(begun(&core.step(at(1))), [1], "one slot");
     core
 }
 
@@ -394,6 +494,84 @@ fn a_delivery_with_less_than_a_third_of_its_lease_left_is_renewed_first() {
     assert_eq!(begun(&core.step(at(50))), Vec::<i64>::new(), "not a byte goes out");
     core.handle(at(51), Event::Renewed { op, result: Ok(vec![LeaseState::Held; 2]) });
     assert_eq!(begun(&core.step(at(51))), [2], "renewed, it is begun");
+}
+
+/// What is to be settled, by id.
+fn settles(commands: &[Command]) -> Vec<(u64, i64)> {
+    let settle = |command: &Command| match command {
+        Command::Settle { op, entries, .. } => entries.iter().map(|entry| (*op, entry.lease.id)).collect(),
+        _ => vec![],
+    };
+    commands.iter().flat_map(settle).collect()
+}
+
+fn renewed(commands: &[Command]) -> Vec<i64> {
+    let renewed = |command: &Command| match command {
+        Command::Renew { leases, .. } => leases.iter().map(|lease| lease.id).collect(),
+        _ => vec![],
+    };
+    commands.iter().flat_map(renewed).collect()
+}
+
+#[test]
+fn what_is_delivered_and_not_yet_recorded_is_renewed_too() {
+    let mut core = core_at_work();
+    core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+    let settle = settles(&core.step(at(3)));
+    assert_eq!(settle.iter().map(|(_, id)| *id).collect::<Vec<_>>(), [1]);
+    // The database takes its time, or is away.
+    assert_eq!(renewed(&core.step(at(20))), Vec::<i64>::new(), "not before a third of the lease");
+    let mut renewed = renewed(&core.step(at(22)));
+    renewed.sort_unstable();
+    assert_eq!(renewed, [1, 2], "its outcome is known, and it is held all the same");
+}
+
+#[test]
+fn whoever_is_told_that_its_lease_is_lost_gives_the_message_up() {
+    #[derive(Default)]
+    struct Heard(std::sync::Mutex<Vec<(i64, FlushCode)>>);
+    impl Observer for Heard {
+        fn settled(&self, told: &Told<'_>) {
+            self.0.lock().unwrap().push((told.outbox_id, told.outcome));
+        }
+    }
+    let heard = Arc::new(Heard::default());
+    let mut core = core_at_work();
+    core.observe(heard.clone());
+    core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+    let (op, _) = settles(&core.step(at(3)))[0];
+    core.handle(at(3), Event::Settled { op, result: Ok(vec![Settled::LeaseLost]) });
+    for second in 4..60 {
+        let commands = core.step(at(second));
+        assert!(settles(&commands).is_empty() && begun(&commands).iter().all(|id| *id == 2), "{commands:?}");
+        assert!(!renewed(&commands).contains(&1), "{commands:?}");
+    }
+    assert_eq!(*heard.0.lock().unwrap(), [(1, FlushCode::Conflict)], "told once, as a conflict");
+}
+
+#[test]
+fn a_claim_asks_for_a_batch_at_most() {
+    let asks = |concurrency, batch| {
+        let lane = LaneSettings { concurrency, batch, shards: vec![0], ..LaneSettings::new("a") };
+        let settings = Settings { owner: "w".to_owned(), lanes: vec![lane], drain: secs(5), once: false, seed: 1 };
+        let mut core = Core::new(settings, at(0));
+        core.handle(at(1), Event::Paused { lanes: vec![] });
+        let limit =
+            |command: &Command| if let Command::Claim { claim, .. } = command { Some(claim.limit) } else { None };
+        core.step(at(1)).iter().find_map(limit).expect("a claim")
+    };
+    assert_eq!((asks(64, 32), asks(64, 3), asks(100, 1)), (32, 3, 1));
+    assert_eq!(asks(4, 32), 6, "and no more than its slots and a few at hand");
+}
+
+#[test]
+fn one_target_has_a_quarter_of_the_slots() {
+    let to = |id: i64, target: &str| Message { target: Some(target.to_owned()), ..message(id) };
+    let messages = (1..=6).map(|id| to(id, "slow")).chain([to(7, "other"), message(8)]);
+    let mut core = core_that_claimed(8, messages.collect());
+    assert_eq!(begun(&core.step(at(1))), [1, 2, 7, 8], "slots are left, but not for that one");
+    core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+    assert_eq!(begun(&core.step(at(2))), [3], "one ended, one begins");
 }
 
 #[test]

@@ -8,11 +8,11 @@ use postrider::error::Kind;
 use postrider::outcome::{Settled, Verdict};
 use postrider::store::{Mode, Requeued, transact};
 use postrider::tx::{Dialect, Row};
-use postrider::{Enqueued, NewMessage};
+use postrider::{Enqueued, NewMessage, Timestamp};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 11] = [
+const MIGRATIONS: [&str; 13] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -24,6 +24,8 @@ const MIGRATIONS: [&str; 11] = [
     "V009__alerts_in_order",
     "V010__alerts_that_wait",
     "V011__active_keys",
+    "V012__cheaper_checks",
+    "V013__messages_newer_than_a_snapshot",
 ];
 
 on_every_store! {
@@ -32,6 +34,7 @@ on_every_store! {
     p6_a_failed_transaction_leaves_no_permit_behind,
     view_memory_has_the_specs_words,
     view_orders_has_the_specs_words,
+    idx_claim_has_its_columns,
     views_survive_undecodable_payloads,
     the_specs_selects_run_as_printed,
     p12_enqueue_from_sql_answers_as_the_library,
@@ -142,36 +145,61 @@ fn some(words: &[&str]) -> Vec<Option<String>> {
 const MEMORY: &str =
     "outbox_id, status, retry_count, next_attempt_at, locked_at, locked_by, last_error, payload_sha, target_space";
 
+/// A time of a view; on SQLite it is text, for people, and ends with its milliseconds.
+fn moment(row: &Row, column: usize) -> Option<Timestamp> {
+    match row.opt_text(column) {
+        Ok(text) => text.map(|text| format!("{}Z", text.replace(' ', "T")).parse().unwrap()),
+        Err(_) => row.opt_time(column).unwrap(),
+    }
+}
+
+/// Both are there and the same, or neither is.
+fn same_moment(shown: Option<Timestamp>, stored: Option<Timestamp>, what: &str) {
+    let apart = shown.zip(stored).map(|(a, b)| (a.micros() - b.micros()).abs());
+    assert!(shown.is_some() == stored.is_some() && apart.unwrap_or(0) <= 1000, "{what}: {shown:?}, not {stored:?}");
+}
+
 async fn view_memory_has_the_specs_words(db: Database) {
-    db.put_sent(NewMessage::new("memory", "plain").target("space 天")).await;
-    let id = db.enqueue(NewMessage::new("memory", "sent")).await.id;
-    let lease = db.claim_ids("memory", "w", &[id]).await[0].lease();
+    let mut ids = vec![db.put_sent(NewMessage::new("memory", "plain").target("space 天")).await];
+    ids.push(db.enqueue(NewMessage::new("memory", "sent")).await.id);
+    let lease = db.claim_ids("memory", "w", &[ids[1]]).await[0].lease();
     db.settle("memory", "w", lease, Verdict::Sent { result_ref: Some("mem-7".into()), dedup_hit: false }).await;
-    db.put_dead(NewMessage::new("memory", "dead")).await;
-    let retried = db.put("memory", "retried").await;
-    let lease = db.claim_ids("memory", "w", &[retried]).await[0].lease();
+    ids.push(db.put_dead(NewMessage::new("memory", "dead")).await);
+    ids.push(db.put("memory", "retried").await);
+    let lease = db.claim_ids("memory", "w", &[ids[3]]).await[0].lease();
     db.settle("memory", "w", lease, retry(secs(1000))).await;
-    let leased = db.put("memory", "leased").await;
-    db.claim_ids("memory", "w", &[leased]).await;
-    db.put("memory", "new").await;
+    ids.push(db.put("memory", "leased").await);
+    db.claim_ids("memory", "w", &[ids[4]]).await;
+    ids.push(db.put("memory", "new").await);
     db.put("a", "elsewhere").await;
     let mut views = vec!["outbox_memory"];
     if db.dialect == Dialect::Postgres {
         views.push("logbook.outbox_memory");
     }
+    let payloads = ["plain", "sent", "dead", "retried", "leased", "new"];
     for view in views {
         let rows = view_rows(&db, &format!("{MEMORY}, payload_md, created_at, updated_at"), view, "outbox_id").await;
+        assert_eq!(rows.iter().map(|row| row.int(0).unwrap()).collect::<Vec<_>>(), ids);
         assert_eq!(words(&rows, 1), some(&["sent", "sent", "dead", "pending", "pending", "pending"]));
         let tries: Vec<i64> = rows.iter().map(|row| row.int(2).unwrap()).collect();
         assert_eq!(tries, [0, 0, 1, 1, 0, 0]);
+        for (row, id) in rows.iter().zip(&ids) {
+            let stored = db.show(*id).await;
+            same_moment(moment(row, 3), Some(stored.due_at), "next_attempt_at");
+            same_moment(moment(row, 4), stored.locked_at, "locked_at");
+            same_moment(moment(row, 10), Some(stored.created_at), "created_at");
+        }
+        let wait = |n: usize| moment(&rows[n], 3).unwrap().since(moment(&rows[n], 10).unwrap()).as_secs();
+        assert!((1000..1060).contains(&wait(3)), "due after its backoff: {}", wait(3));
+        same_moment(moment(&rows[5], 3), moment(&rows[5], 10), "a new one is due when it was made");
         assert_eq!(words(&rows, 5), some(&["", "", "", "", "w", ""]), "locks of ended rows show NULL");
         let locked: Vec<bool> = rows.iter().map(|row| row.0[4] != postrider::tx::Value::Null).collect();
         assert_eq!(locked, [false, false, false, false, true, false]);
         assert_eq!(words(&rows, 6), some(&["", "mem-7", "no use", "busy", "", ""]), "000 keeps the memory id here");
-        let sha = postrider::message::hex(&postrider::message::sha256(b"plain"));
-        assert_eq!(rows[0].text(7).unwrap(), sha);
-        assert_eq!(words(&rows, 8)[0].as_deref(), Some("space 天"));
-        assert_eq!(words(&rows, 9), some(&["plain", "sent", "dead", "retried", "leased", "new"]));
+        let sha = |text: &str| postrider::message::hex(&postrider::message::sha256(text.as_bytes()));
+        assert_eq!(words(&rows, 7), payloads.map(|text| Some(sha(text))));
+        assert_eq!(words(&rows, 8), some(&["space 天", "", "", "", "", ""]));
+        assert_eq!(words(&rows, 9), some(&payloads));
     }
 }
 
@@ -179,28 +207,59 @@ const ORDERS: &str = "id, idempotency_key, order_request_json, request_digest, s
 
 async fn view_orders_has_the_specs_words(db: Database) {
     let order = |n: u32| NewMessage::json("orders", &serde_json::json!({ "n": n })).key(format!("key {n}"));
-    db.put_sent(order(0)).await;
-    db.put_dead(order(1)).await;
-    let failed = db.enqueue(order(2)).await.id;
-    let lease = db.claim_ids("orders", "w", &[failed]).await[0].lease();
-    db.settle("orders", "w", lease, retry(secs(1000))).await;
-    let due = db.enqueue(order(3)).await.id;
-    let lease = db.claim_ids("orders", "w", &[due]).await[0].lease();
-    db.settle("orders", "w", lease, retry(secs(0))).await;
-    let sending = db.enqueue(order(4)).await.id;
-    db.claim_ids("orders", "w", &[sending]).await;
-    db.enqueue(order(5)).await;
-    db.enqueue(NewMessage::new("orders", "{\"n\": 6}")).await;
+    let mut ids = vec![db.put_sent(order(0)).await, db.put_dead(order(1)).await];
+    for (n, delay) in [(2, 1000), (3, 0)] {
+        ids.push(db.enqueue(order(n)).await.id);
+        let lease = db.claim_ids("orders", "w", &ids[n as usize..]).await[0].lease();
+        db.settle("orders", "w", lease, retry(secs(delay))).await;
+    }
+    ids.push(db.enqueue(order(4)).await.id);
+    db.claim_ids("orders", "w", &ids[4..]).await;
+    ids.push(db.enqueue(order(5)).await.id);
+    ids.push(db.enqueue(NewMessage::new("orders", "{\"n\": 6}")).await.id);
     let rows = view_rows(&db, ORDERS, "outbox_orders", "id").await;
+    assert_eq!(rows.iter().map(|row| row.int(0).unwrap()).collect::<Vec<_>>(), ids);
     assert_eq!(words(&rows, 4), some(&["succeeded", "aborted", "failed", "pending", "sending", "pending", "pending"]));
     assert_eq!(words(&rows, 1), some(&["key 0", "key 1", "key 2", "key 3", "key 4", "key 5", ""]));
+    let updated = "SELECT id, updated_at FROM outbox UNION ALL SELECT id, finished_at FROM outbox_done ORDER BY id";
+    let updated = db.sql(updated).await;
     for (n, row) in rows.iter().enumerate() {
         let json: serde_json::Value = serde_json::from_str(&row.text(2).unwrap()).unwrap();
         assert_eq!(json["n"], n);
         assert_eq!(row.text(3).unwrap().len(), 64);
+        let stored = db.show(ids[n]).await;
+        same_moment(moment(row, 9), stored.locked_at, "locked_at");
+        same_moment(moment(row, 10), Some(stored.created_at), "created_at");
+        same_moment(moment(row, 11), Some(updated[n].time(1).unwrap()), "updated_at");
+        same_moment(moment(row, 13), Some(stored.due_at), "next_run_at");
+        // When its key is over: these tests' lane keeps keys for a week.
+        let kept = moment(row, 12).map(|end| end.since(stored.created_at).as_secs());
+        assert!(
+            if n == 6 { kept.is_none() } else { kept.is_some_and(|kept| kept.abs_diff(7 * 86400) < 60) },
+            "{kept:?}"
+        );
     }
+    let wait = moment(&rows[2], 13).unwrap().since(moment(&rows[2], 10).unwrap()).as_secs();
+    assert!((1000..1060).contains(&wait), "after its backoff: {wait}");
+    assert_eq!(rows.iter().map(|row| row.int(5).unwrap()).collect::<Vec<_>>(), [0, 1, 1, 1, 0, 0, 0]);
     assert_eq!(words(&rows, 6), some(&["", "BAD", "HTTP_503", "HTTP_503", "", "", ""]));
+    assert_eq!(words(&rows, 7), some(&["", "no use", "busy", "busy", "", "", ""]));
     assert_eq!(words(&rows, 8), some(&["", "", "", "", "w", "", ""]));
+}
+
+/// Live work by lane and shard in the order it is due, and nothing beside: what a claim searches is what the index has.
+async fn idx_claim_has_its_columns(db: Database) {
+    let sql = match db.dialect {
+        Dialect::Sqlite => "SELECT group_concat(name, ', ') FROM pragma_index_info('idx_claim')",
+        Dialect::Postgres => {
+            "SELECT string_agg(attname, ', ' ORDER BY attnum) FROM pg_attribute WHERE attrelid = to_regclass('idx_claim')"
+        }
+        Dialect::Mysql => {
+            "SELECT GROUP_CONCAT(column_name ORDER BY seq_in_index SEPARATOR ', ') FROM information_schema.statistics
+              WHERE table_schema = DATABASE() AND table_name = 'outbox' AND index_name = 'idx_claim'"
+        }
+    };
+    assert_eq!(db.sql(sql).await[0].text(0).unwrap(), "lane, shard_id, due_at, id");
 }
 
 async fn views_survive_undecodable_payloads(db: Database) {

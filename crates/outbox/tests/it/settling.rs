@@ -318,10 +318,14 @@ async fn p6_retention_zero_keeps_no_sent_row_but_the_dead(db: Database) {
     assert!(db.is_gone(plain).await);
     let id = db.put("fleeting", "y").await;
     let lease = db.claim_one("fleeting", "w").await.lease();
+    assert_eq!(db.settle("fleeting", "w", lease, retry(secs(0))).await, Settled::Applied);
+    let lease = db.claim_one("fleeting", "w").await.lease();
     let mut entry = Settlement::new(lease, sent_with("r"));
     entry.trouble = Some(FlushCode::DbError); // takes the long way
+    assert_eq!(db.count("outbox_attempts").await, 1);
     assert_eq!(db.settle_all("fleeting", "w", &[entry]).await, [Settled::Applied]);
     assert!(db.is_gone(id).await);
+    assert_eq!(db.count("outbox_attempts").await, 0, "nor is its history kept");
     let dead = db.put_dead(NewMessage::new("fleeting", "z")).await;
     assert_eq!(db.status(dead).await, Status::Dead);
     assert_eq!(db.counts().await[..2], [0, 1]);
@@ -668,13 +672,16 @@ async fn conflicts_are_audited_on_every_lane(db: Database) {
 }
 
 async fn audit_tells_of_database_trouble(db: Database) {
-    let id = db.put("audited", "x").await;
-    let lease = db.claim_one("audited", "w").await.lease();
-    let entry =
-        Settlement { again: true, trouble: Some(FlushCode::DbTimeout), ..Settlement::new(lease, Verdict::sent()) };
-    assert_eq!(db.settle_all("audited", "w", &[entry]).await, [Settled::Applied]);
-    let reasons: Vec<String> = audit_of(&db, id).await.into_iter().map(|r| r.1).collect();
-    assert_eq!(reasons, ["outbox_flush_db_timeout", "outbox_flush_success"]);
+    for (trouble, reason) in
+        [(FlushCode::DbTimeout, "outbox_flush_db_timeout"), (FlushCode::DbError, "outbox_flush_db_error")]
+    {
+        let id = db.put("audited", "x").await;
+        let lease = db.claim_one("audited", "w").await.lease();
+        let entry = Settlement { again: true, trouble: Some(trouble), ..Settlement::new(lease, Verdict::sent()) };
+        assert_eq!(db.settle_all("audited", "w", &[entry]).await, [Settled::Applied]);
+        let reasons: Vec<String> = audit_of(&db, id).await.into_iter().map(|r| r.1).collect();
+        assert_eq!(reasons, [reason, "outbox_flush_success"]);
+    }
 }
 
 // ---- unknown answers ----

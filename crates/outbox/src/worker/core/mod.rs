@@ -632,7 +632,9 @@ impl Core {
             if !lane.verdicts.is_empty() && lane.settling < SETTLES {
                 at(lane.verdicts_since.plus(lane.settings.settle_wait).max(lane.settle_trouble.until));
             }
-            if let Some(first) = lane.locked.iter().map(|(at, _)| *at).min().filter(|_| !lane.settling_locked) {
+            // They wait for the renewal's answer, which comes by itself.
+            let waits = lane.settling_locked || lane.renewing;
+            if let Some(first) = lane.locked.iter().map(|(at, _)| *at).min().filter(|_| !waits) {
                 at(first.max(lane.settle_trouble.until));
             }
             if let Some(first) = lane.give_back.iter().map(|(at, ..)| *at).min().filter(|_| lane.giving_back == 0) {

@@ -1,0 +1,2 @@
+-- Nothing to do: columns have types here.
+SELECT 1;
