@@ -2,6 +2,7 @@
 //! for people and a result for the orchestrator.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -213,13 +214,15 @@ pub struct WebhookCourier {
     webhooks: Webhooks,
     /// Events that are asked for at the same time are read together.
     events: mpsc::UnboundedSender<Wanted>,
+    /// Whether this process holds a key is to be asked: until it does, and when one was missed.
+    without_key: AtomicBool,
 }
 
 impl WebhookCourier {
     pub(crate) fn new(webhooks: Webhooks) -> Self {
         let (events, wanted) = mpsc::unbounded_channel();
         tokio::spawn(load(webhooks.clone(), wanted));
-        WebhookCourier { webhooks, events }
+        WebhookCourier { webhooks, events, without_key: AtomicBool::new(true) }
     }
 
     async fn event(&self, id: i64) -> Result<Option<Arc<Loaded>>> {
@@ -233,24 +236,32 @@ impl WebhookCourier {
         }
     }
 
-    async fn send(&self, job: Job, message: &Message) -> Result<Sent> {
+    /// The subscription of a job, if it is to be sent now.
+    async fn subscription_of(&self, job: Job) -> Result<Result<Arc<Subscription>, Sent>> {
         let catalog = self.webhooks.catalog().await?;
         let known = catalog.get(job.subscription_id).filter(|s| s.status == SubscriptionStatus::Active);
         let rests = self.webhooks.rest_of(job.subscription_id).is_some();
-        let subscription = match known.filter(|_| !rests) {
-            Some(subscription) => subscription.clone(),
+        Ok(match known.filter(|_| !rests) {
+            Some(subscription) => Ok(subscription.clone()),
             // What is remembered may be older than a resume, and what ends or puts off a job must not be.
             None => {
                 let standing = self.webhooks.standing(job.subscription_id).await?;
                 let alive = standing.subscription.filter(|s| s.status != SubscriptionStatus::Disabled);
                 match (alive, standing.rest) {
-                    (None, _) => return Ok(Sent::Not("SUBSCRIPTION_DISABLED")),
-                    (Some(s), _) if s.status == SubscriptionStatus::Paused => return Ok(Sent::Paused),
+                    (None, _) => Err(Sent::Not("SUBSCRIPTION_DISABLED")),
+                    (Some(s), _) if s.status == SubscriptionStatus::Paused => Err(Sent::Paused),
                     // A receiver that is left alone for a while: what is live waits, more or less spread.
-                    (Some(_), Some(rest)) => return Ok(Sent::Later(rest.mul_f64(1.0 + clock::chance() / 2.0))),
-                    (Some(subscription), None) => subscription,
+                    (Some(_), Some(rest)) => Err(Sent::Later(rest.mul_f64(1.0 + clock::chance() / 2.0))),
+                    (Some(subscription), None) => Ok(subscription),
                 }
             }
+        })
+    }
+
+    async fn send(&self, job: Job, message: &Message) -> Result<Sent> {
+        let subscription = match self.subscription_of(job).await? {
+            Ok(subscription) => subscription,
+            Err(not_sent) => return Ok(not_sent),
         };
         let opened = match self.webhooks.opened(&subscription).await {
             Err(error) if error.kind == Kind::KeyMissing => return Ok(Sent::Left),
@@ -282,16 +293,54 @@ impl Courier for WebhookCourier {
         "webhook"
     }
 
+    /// Whoever can open no secret leaves every job to those who can.
+    async fn ready(&self) -> bool {
+        if !self.without_key.load(Ordering::Relaxed) {
+            return true;
+        }
+        // Where it cannot be asked, each job shows it. As long as no key is in use, the first one may be another's.
+        let holds = self.webhooks.holds_a_key().await.unwrap_or(None);
+        self.without_key.store(holds != Some(true), Ordering::Relaxed);
+        holds != Some(false)
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         let Some(job) = Job::parse(&message.payload) else {
             return Outcome::Dead(Fault::new("INVALID_JOB", "the job cannot be read", Reach::NeverSent));
         };
-        let report = match self.send(job, message).await {
+        self.told(message.id, self.send(job, message).await)
+    }
+
+    fn settled(&self, id: i64) {
+        self.webhooks.0.reports.forget(id);
+        self.webhooks.0.work.notify_one();
+    }
+}
+
+impl WebhookCourier {
+    /// What it answers without sending anything, if that is so: for simulators, whose receivers are not real.
+    #[doc(hidden)]
+    pub async fn unsent(&self, message: &Message) -> Option<Outcome> {
+        let subscription = match Job::parse(&message.payload) {
+            Some(job) => self.subscription_of(job).await,
+            None => Ok(Err(Sent::Not("INVALID_JOB"))),
+        };
+        match subscription {
+            Ok(Ok(_)) => None,
+            Ok(Err(not_sent)) => Some(self.told(message.id, Ok(not_sent))),
+            Err(error) => Some(self.told(message.id, Err(error))),
+        }
+    }
+
+    /// What came of it, as the worker hears it; what the settle writes of it is kept.
+    fn told(&self, id: i64, sent: Result<Sent>) -> Outcome {
+        let report = match sent {
             // Our own trouble, not the receiver's: nothing is counted.
             Err(_) => return Outcome::Defer { delay: Duration::from_secs(1), code: "STORE_UNAVAILABLE".into() },
             Ok(Sent::Paused) => return Outcome::Defer { delay: PAUSED_FOR, code: PAUSED.into() },
             Ok(Sent::Later(delay)) => return Outcome::Defer { delay, code: RESTING.into() },
             Ok(Sent::Left) => {
+                self.without_key.store(true, Ordering::Relaxed);
                 let delay = LEFT_FOR.mul_f64(1.0 + clock::chance());
                 return Outcome::Defer { delay, code: "SECRETS_KEY_MISSING".into() };
             }
@@ -305,13 +354,8 @@ impl Courier for WebhookCourier {
             None => Outcome::sent(),
             Some((code, reach)) => Outcome::Dead(Fault::new(code.clone(), code.clone(), *reach)),
         };
-        self.webhooks.0.reports.keep(message.id, report);
+        self.webhooks.0.reports.keep(id, report);
         outcome
-    }
-
-    fn settled(&self, id: i64) {
-        self.webhooks.0.reports.forget(id);
-        self.webhooks.0.work.notify_one();
     }
 }
 

@@ -253,7 +253,7 @@ mod tests {
                 assert_eq!(from.next(event).ok(), expected, "{from:?} {event:?}");
             }
             assert_eq!(Status::parse(from.as_str()), Some(from));
-            assert!(!from.has_ended() || events.iter().all(|event| from.next(*event).is_err()), "an end is an end");
+            assert_eq!(from.has_ended(), events.iter().all(|event| from.next(*event).is_err()), "an end is an end");
         }
     }
 
@@ -292,8 +292,17 @@ mod tests {
         let mut failing = Failing::default();
         failing.note(0, at(0), limit);
         assert_eq!(failing, Failing::default());
+        failing.note(2, at(0), limit);
+        failing.note(3, at(1), limit);
+        assert_eq!((failing.failures, failing.spells), (5, 1), "all of them count, in one spell");
         daily.iter().for_each(|secs| failing.note(1, at(*secs), limit));
         assert!(!failing.is_lasting(Duration::ZERO), "zero means never");
+    }
+
+    #[test]
+    fn only_what_a_receiver_did_speaks_of_it() {
+        assert!(["HTTP_500", "HTTP_410", "TIMEOUT", "REDIRECT_REFUSED"].iter().all(|code| is_receivers(code)));
+        assert!(!["EVENT_GONE", "POISON", "SHUTDOWN", "COURIER_PANIC"].iter().any(|code| is_receivers(code)));
     }
 
     #[test]

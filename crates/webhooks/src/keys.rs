@@ -135,6 +135,14 @@ impl Webhooks {
         .await
     }
 
+    /// Does this process hold one of the keys in use? `None`: none is in use yet. Without one it can open nothing at all.
+    pub(crate) async fn holds_a_key(&self) -> Result<Option<bool>> {
+        let known = self.transact(Mode::Read, |tx| Box::pin(known(tx))).await?;
+        let holds = |keys: &Keys| keys.names().iter().any(|name| known.contains(name));
+        let either = || holds(&self.0.keyring.keys()) || holds(&self.0.keyring.look_again());
+        Ok((!known.is_empty()).then(either))
+    }
+
     /// After a reseal: keys that seal nothing any more are forgotten.
     pub(crate) async fn forget_old_keys(&self) -> Result<()> {
         let first = self.0.keyring.keys().names().into_iter().next();

@@ -139,6 +139,14 @@ impl Webhooks {
         Ok(self.round(true).await?.moved)
     }
 
+    /// What an orchestrator does beside, now and then: for simulators.
+    #[doc(hidden)]
+    pub async fn look_around(&self) -> Result<()> {
+        self.wake_deferred(None).await?;
+        self.sweep().await?;
+        self.look_after_health().await.map(drop)
+    }
+
     async fn round(&self, look: bool) -> Result<Round> {
         // What fails is no reason for the others to wait: it is told at the end.
         let mut failed = None;

@@ -141,10 +141,16 @@ impl Webhooks {
 
     /// Publishes in a transaction of its own.
     pub async fn publish(&self, events: Vec<NewEvent>) -> Result<Vec<Published>> {
+        self.publish_as(Mode::Write, events).await
+    }
+
+    /// The same, and with [`Mode::Work`] somebody else's lock on an external id is waited for only for a moment.
+    #[doc(hidden)]
+    pub async fn publish_as(&self, mode: Mode, events: Vec<NewEvent>) -> Result<Vec<Published>> {
         let events = std::sync::Arc::new(events);
         for round in 0.. {
             let (webhooks, again) = (self.clone(), events.clone());
-            let publish = self.transact(Mode::Write, move |tx| {
+            let publish = self.transact(mode, move |tx| {
                 let (webhooks, events) = (webhooks.clone(), again.clone());
                 Box::pin(async move { webhooks.publish_in(tx, &events).await })
             });

@@ -7,7 +7,8 @@ use postrider::{Error, Result};
 
 use crate::Webhooks;
 
-/// A role, and what it may do with which table. `SELECT(a, b)` and `UPDATE(a)` are rights on columns.
+/// A role, and what it may do with which table. `SELECT(a, b)` and `UPDATE(a)` are rights on columns; `LOCK(a)` is what taking
+/// rows that nobody else has locked asks for: on PostgreSQL a right to change one of their columns, elsewhere nothing.
 pub struct Role {
     pub name: &'static str,
     pub rights: &'static [(&'static str, &'static [&'static str])],
@@ -27,8 +28,7 @@ const ALL: [(&str, &[&str]); 4] = [
     ("webhook_state", &["SELECT"]),
 ];
 
-/// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that. Whoever takes rows that
-/// nobody else has locked needs a right to change one of their columns: FOR UPDATE asks for it.
+/// Whoever inserts may also see ids and keys of what it inserts: RETURNING and ON CONFLICT need that.
 ///
 /// A publisher is `ingest` and `router`; a worker is `worker`; an orchestrator is `saga`, `admin` (it disables what only
 /// fails) and `janitor`; who brings dead letters back is `dead_letter`.
@@ -54,7 +54,7 @@ pub const ROLES: [Role; 7] = [
             ("subscriptions", &["SELECT"]),
             ("webhook_delivery_sagas", &["SELECT", "INSERT", "UPDATE"]),
             ("subscription_gates", &["SELECT", "INSERT", "UPDATE", "DELETE"]),
-            ("webhook_results", &["SELECT", "DELETE", "UPDATE(at)"]),
+            ("webhook_results", &["SELECT", "DELETE", "LOCK(at)"]),
             ("outbox", &["INSERT", WAITING_JOBS, "UPDATE(due_at)"]),
             ("dead_letters", &["INSERT", "SELECT(id, saga_id)"]),
             ("replays", &["SELECT", "UPDATE"]),
@@ -107,8 +107,13 @@ pub const ROLES: [Role; 7] = [
             ("webhook_delivery_sagas", &["SELECT", "DELETE"]),
             ("webhook_attempts", &["SELECT", "DELETE"]),
             ("dead_letters", &["SELECT(saga_id)", "DELETE"]),
-            ("outbox_done", &["SELECT", "DELETE"]),
-            ("outbox_keys", &["SELECT", "DELETE"]),
+            ("outbox", &["SELECT(id)"]),
+            ("outbox_done", &["SELECT(id, lane, status, finished_at)", "DELETE", "LOCK(finished_at)"]),
+            ("outbox_attempts", &["SELECT(outbox_id)", "DELETE"]),
+            ("outbox_dedup", &["SELECT(outbox_id)", "DELETE"]),
+            ("postrider_former_keys", &["SELECT(outbox_id)", "DELETE"]),
+            ("outbox_keys", &["SELECT(lane, key, outbox_id, expires_at)", "DELETE", "LOCK(expires_at)"]),
+            ("write_audit", &["SELECT(audit_id, created_at, status)", "DELETE"]),
         ],
     },
 ];
@@ -156,28 +161,47 @@ pub fn creation(dialect: Dialect, role: &str) -> String {
 }
 
 /// The statement that gives a role rights on a table. `SELECT(a, b)` is written `SELECT (a, b)` there.
-pub fn grant(role: &str, table: &str, rights: &[&str]) -> String {
-    let rights: Vec<String> = rights.iter().map(|text| text.replacen('(', " (", 1)).collect();
+pub fn grant(role: &str, table: &str, rights: &[impl AsRef<str>]) -> String {
+    let rights: Vec<String> = rights.iter().map(|text| text.as_ref().replacen('(', " (", 1)).collect();
     format!("GRANT {} ON {table} TO {role}", rights.join(", "))
 }
 
-fn statements(dialect: Dialect) -> Vec<String> {
+/// A right as the database calls it.
+fn of_dialect(dialect: Dialect, right: &str) -> Option<String> {
+    match (right.strip_prefix("LOCK"), dialect) {
+        (None, Dialect::Mysql) => Some(right.replace("(lane, key,", "(lane, `key`,")),
+        (None, _) => Some(right.to_owned()),
+        (Some(column), Dialect::Postgres) => Some(format!("UPDATE{column}")),
+        (Some(_), _) => None,
+    }
+}
+
+/// What a role is given: rights on a table, or `USAGE` on `SEQUENCE name`.
+pub type Grant = (&'static str, String, Vec<String>);
+
+/// All that the roles are given, but for the use of the schema (PostgreSQL).
+pub fn grants(dialect: Dialect) -> Vec<Grant> {
     let mut all = Vec::new();
     for role in &ROLES {
         let name = role.name;
-        all.push(creation(dialect, name));
         for (table, rights) in role.all_rights() {
-            all.push(grant(name, table, rights));
+            all.push((name, table.to_owned(), rights.iter().filter_map(|right| of_dialect(dialect, right)).collect()));
             let sequence = SEQUENCES.iter().find(|(of, _)| *of == table).filter(|_| rights.contains(&"INSERT"));
             if let (Dialect::Postgres, Some((_, sequence))) = (dialect, sequence) {
-                all.push(format!("GRANT USAGE ON SEQUENCE {sequence} TO {name}"));
+                all.push((name, format!("SEQUENCE {sequence}"), vec!["USAGE".to_owned()]));
             }
         }
         if dialect == Dialect::Mysql {
-            all.extend(role.active_key_rights().map(|rights| grant(name, "outbox_active_keys", rights)));
+            let owned = |rights: &[&str]| rights.iter().map(|right| (*right).to_owned()).collect();
+            all.extend(role.active_key_rights().map(|rights| (name, "outbox_active_keys".to_owned(), owned(rights))));
         }
     }
     all
+}
+
+fn statements(dialect: Dialect) -> Vec<String> {
+    let creations = ROLES.iter().map(|role| creation(dialect, role.name));
+    creations.chain(grants(dialect).iter().map(|(role, on, rights)| grant(role, on, rights))).collect()
 }
 
 impl Webhooks {

@@ -14,6 +14,7 @@ use postrider_webhooks::{
     LANE, MIGRATIONS, NewEvent, NewSubscription, Reports, Settings, Subscription, Webhooks, lane_rules, lane_settings,
 };
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use proving::kit::scratch::{self, Scratch};
 
@@ -79,14 +80,27 @@ pub async fn open_migrated(url: &str, settings: Settings) -> (Webhooks, Outbox) 
 }
 
 async fn unmigrated(url: &str, settings: Settings, keyring: Keyring) -> (impl AsyncFnOnce() -> Webhooks, Outbox) {
+    let (outbox, reports) = outbox_on(url, Options::default()).await;
+    let made = outbox.clone();
+    (async move || webhooks_on(made, settings, keyring, reports).await, outbox)
+}
+
+/// By somebody with other patience, on a database that is migrated.
+pub async fn open_with_options(url: &str, options: Options) -> (Webhooks, Outbox) {
+    let (outbox, reports) = outbox_on(url, options).await;
+    (webhooks_on(outbox.clone(), settings(), Keyring::parse(KEY).unwrap(), reports).await, outbox)
+}
+
+async fn outbox_on(url: &str, options: Options) -> (Outbox, Reports) {
     let reports = Reports::default();
     let lanes = Lanes::new().with(LANE, lane_rules(&reports)).with("alerts", LaneRules::default());
-    let options = Options { migrations: MIGRATIONS.to_vec(), ..Options::default() };
-    let outbox = Outbox::new(stores::open(url, lanes, options).await.unwrap());
+    let options = Options { migrations: MIGRATIONS.to_vec(), ..options };
+    (Outbox::new(stores::open(url, lanes, options).await.unwrap()), reports)
+}
+
+async fn webhooks_on(outbox: Outbox, settings: Settings, keyring: Keyring, reports: Reports) -> Webhooks {
     let alerts = Alerts::new(outbox.clone(), "alerts", secs(300));
-    let made = outbox.clone();
-    let webhooks = async move || Webhooks::new(made, settings, keyring, reports, Some(alerts)).await.unwrap();
-    (webhooks, outbox)
+    Webhooks::new(outbox, settings, keyring, reports, Some(alerts)).await.unwrap()
 }
 
 impl Home {
@@ -149,7 +163,20 @@ impl Home {
     }
 }
 
-pub struct Working(watch::Sender<bool>);
+pub struct Working {
+    stop: watch::Sender<bool>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Working {
+    /// Stops it, and waits until it does nothing any more.
+    pub async fn end(mut self) {
+        let _ = self.stop.send(true);
+        for task in std::mem::take(&mut self.tasks) {
+            task.await.unwrap();
+        }
+    }
+}
 
 async fn until(mut stopped: watch::Receiver<bool>) {
     drop(stopped.wait_for(|stop| *stop).await)
@@ -160,21 +187,21 @@ pub fn worker(webhooks: &Webhooks, outbox: &Outbox) -> Working {
     let (stop, stopped) = watch::channel(false);
     let settings = LaneSettings { poll: Duration::from_millis(50), ..lane_settings() };
     let worker = Worker::new(outbox.clone()).lane_with(settings, Arc::new(webhooks.courier()));
-    tokio::spawn(worker.run(until(stopped)));
-    Working(stop)
+    let task = tokio::spawn(async move { drop(worker.run(until(stopped)).await) });
+    Working { stop, tasks: vec![task] }
 }
 
 pub fn work(webhooks: &Webhooks, outbox: &Outbox) -> Working {
-    let working = worker(webhooks, outbox);
-    let stopped = working.0.subscribe();
+    let mut working = worker(webhooks, outbox);
+    let stopped = working.stop.subscribe();
     let webhooks = webhooks.clone();
-    tokio::spawn(async move { webhooks.orchestrate(until(stopped)).await });
+    working.tasks.push(tokio::spawn(async move { webhooks.orchestrate(until(stopped)).await }));
     working
 }
 
 impl Drop for Working {
     fn drop(&mut self) {
-        let _ = self.0.send(true);
+        let _ = self.stop.send(true);
     }
 }
 

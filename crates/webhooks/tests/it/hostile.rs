@@ -125,8 +125,8 @@ async fn a_black_hole_delays_nobody() {
     assert!(slowest < Duration::from_secs(4), "a healthy one waited {slowest:?} behind a hole that takes 5 s each");
 }
 
-/// A name server that answers every A query with the next of these addresses, and AAAA with nothing.
-async fn dns(addresses: Vec<Ipv4Addr>) -> (SocketAddr, Arc<AtomicUsize>) {
+/// A name server that answers every A query with the next of these, and AAAA with nothing.
+async fn dns(answers: Vec<Vec<Ipv4Addr>>) -> (SocketAddr, Arc<AtomicUsize>) {
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = socket.local_addr().unwrap();
     let asked = Arc::new(AtomicUsize::new(0));
@@ -138,14 +138,17 @@ async fn dns(addresses: Vec<Ipv4Addr>) -> (SocketAddr, Arc<AtomicUsize>) {
             let Some(end) = query[12..].iter().position(|b| *b == 0) else { continue };
             let question = &query[12..12 + end + 5];
             let is_a = question[question.len() - 4..question.len() - 2] == [0, 1];
+            let addresses = match is_a {
+                true => answers[count.fetch_add(1, Ordering::SeqCst).min(answers.len() - 1)].as_slice(),
+                false => &[],
+            };
             let mut answer = Vec::from(&query[..2]);
-            answer.extend([0x81, 0x80, 0, 1, 0, u8::from(is_a), 0, 0, 0, 0]);
+            answer.extend([0x81, 0x80, 0, 1, 0, addresses.len() as u8, 0, 0, 0, 0]);
             answer.extend(question);
-            if is_a {
-                let nth = count.fetch_add(1, Ordering::SeqCst);
+            for address in addresses {
                 // Good for no time at all: it is asked again for every connection.
                 answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
-                answer.extend(addresses[nth.min(addresses.len() - 1)].octets());
+                answer.extend(address.octets());
             }
             let _ = socket.send_to(&answer, from).await;
         }
@@ -156,8 +159,10 @@ async fn dns(addresses: Vec<Ipv4Addr>) -> (SocketAddr, Arc<AtomicUsize>) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_name_that_changes_its_mind_gets_nothing() {
     // First an address that may be used, then one that must not.
-    let (server, asked) =
-        dns(vec![Ipv4Addr::new(127, 0, 0, 1), Ipv4Addr::new(169, 254, 169, 254), Ipv4Addr::new(10, 0, 0, 1)]).await;
+    let (server, asked) = dns([Ipv4Addr::LOCALHOST, Ipv4Addr::new(169, 254, 169, 254), Ipv4Addr::new(10, 0, 0, 1)]
+        .map(|a| vec![a])
+        .into())
+    .await;
     let strict = Settings { dns: vec![server], max_retry_limit: 1, ..settings() };
     let home = Home::on(scratch::sqlite(), strict).await;
     // It closes after each answer, so that every delivery connects anew.
@@ -176,4 +181,28 @@ async fn a_name_that_changes_its_mind_gets_nothing() {
     }
     assert_eq!(receiver.got().len(), 1);
     assert!(asked.load(Ordering::SeqCst) >= 3, "it is asked at every connect");
+}
+
+/// A name that resolves to a good address and to a forbidden one is not sent to at all, whatever their order: which of them
+/// the next connection would go to is its owner's choice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn any_forbidden_address_refuses_the_lot() {
+    let (good, forbidden) = (Ipv4Addr::LOCALHOST, Ipv4Addr::new(10, 0, 0, 1));
+    let (server, _) = dns(vec![vec![good, forbidden], vec![forbidden, good], vec![good]]).await;
+    let strict = Settings { dns: vec![server], max_retry_limit: 1, ..settings() };
+    let home = Home::on(scratch::sqlite(), strict).await;
+    let receiver = Receiver::with_status(200).await;
+    let port = receiver.url.rsplit(':').next().unwrap().split('/').next().unwrap().to_owned();
+    home.subscribe(&format!("http://mixed.example.com:{port}/hook"), &["*"]).await;
+    let _working = home.work();
+    for _ in 0..2 {
+        let (_, sagas) = home.publish("a", "1").await;
+        home.ends(sagas[0], "DeadLettered").await;
+        let (_, _, attempts) = home.webhooks.saga(sagas[0]).await.unwrap().unwrap();
+        assert_eq!(attempts[0].error_code.as_deref(), Some("ADDRESS_FORBIDDEN"));
+    }
+    assert!(receiver.got().is_empty());
+    // Only now it is one that may be used.
+    let (_, sagas) = home.publish("a", "1").await;
+    home.ends(sagas[0], "Completed").await;
 }

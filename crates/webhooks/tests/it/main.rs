@@ -15,3 +15,4 @@ mod receiver;
 mod roles;
 mod saga;
 mod subscribing;
+mod sweep;

@@ -49,6 +49,7 @@ async fn a_result_that_comes_twice_changes_nothing(home: Home) {
         let seen = (saga.status.as_str(), saga.attempt_count, saga.final_error_code.as_deref());
         assert_eq!(seen, ("PendingRetry", 1, Some("HTTP_500")), "result of attempt {attempt}, success {success}");
         assert_eq!(home.count("webhook_results").await, 0, "it is taken away all the same");
+        assert_eq!(home.count("subscription_gates WHERE failures = 1").await, 1, "nor does it speak of its receiver");
     }
     assert_eq!(home.count("dead_letters").await, 0);
 }
@@ -85,7 +86,12 @@ async fn ended_sagas_events_and_attempts_refuse_raw_sql(home: Home) {
     let (event, sagas) = home.publish("a", "x").await;
     home.ends(sagas[0], "Completed").await;
     let saga = sagas[0];
+    let whole = format!("SELECT * FROM webhook_delivery_sagas WHERE id = {saga}");
+    let before = home.rows(&whole).await;
     let mut attacks = vec![
+        format!("UPDATE webhook_delivery_sagas SET updated_at = created_at WHERE id = {saga}"),
+        format!("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at WHERE id = {saga}"),
+        format!("UPDATE webhook_delivery_sagas SET final_error_code = 'HTTP_500' WHERE id = {saga}"),
         format!("UPDATE webhook_delivery_sagas SET status = 'Pending' WHERE id = {saga}"),
         format!("UPDATE webhook_delivery_sagas SET attempt_count = 9 WHERE id = {saga}"),
         format!("DELETE FROM webhook_delivery_sagas WHERE id = {saga}"),
@@ -104,6 +110,10 @@ async fn ended_sagas_events_and_attempts_refuse_raw_sql(home: Home) {
     for attack in attacks {
         assert!(home.try_rows(&attack).await.is_err(), "{attack}");
     }
+    for _ in 0..3 {
+        home.webhooks.pass().await.unwrap();
+    }
+    assert_eq!(home.rows(&whole).await, before, "nor by us: updated_at is when it was completed");
     assert_eq!(home.status(saga).await, "Completed");
     assert_eq!(home.count("events WHERE event_type = 'a'").await, 1);
 }

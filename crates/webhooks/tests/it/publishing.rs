@@ -137,6 +137,7 @@ async fn nonsense_is_refused(home: Home) {
         NewEvent::new(long.clone(), "x"),
         NewEvent::new("a", "x").external_id(""),
         NewEvent::new("a", "x").external_id(long),
+        NewEvent::new("a", "x").external_id("a\0b"),
         NewEvent::new("a", vec![0; (1 << 20) + 1]),
         NewEvent { content_type: Some("a\r\nb: c".into()), ..NewEvent::new("a", "x") },
     ] {

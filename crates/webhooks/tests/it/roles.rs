@@ -1,5 +1,7 @@
 //! Roles: every role tries every operation on every table, and gets exactly what is told of it.
 
+use std::collections::HashMap;
+
 use mysql_async::prelude::Queryable;
 use postrider_webhooks::roles::ROLES;
 use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription, Requeued, Settings};
@@ -7,7 +9,7 @@ use postrider_webhooks::{DeadLetterFilter, NewEvent, NewSubscription, Requeued, 
 use crate::harness::{Home, mysql, open_migrated, postgres, settings, sqlite, wait_until, worker};
 use crate::receiver::{Receiver, status_line};
 
-const TABLES: [&str; 20] = [
+const TABLES: [&str; 22] = [
     "events",
     "subscriptions",
     "subscription_gates",
@@ -26,7 +28,9 @@ const TABLES: [&str; 20] = [
     "outbox",
     "outbox_done",
     "outbox_attempts",
+    "outbox_dedup",
     "outbox_keys",
+    "postrider_former_keys",
     "write_audit",
 ];
 
@@ -39,12 +43,12 @@ fn column(table: &str) -> &'static str {
         "webhook_keys" => "fingerprint",
         "outbox_alerts" => "seen_until",
         "webhook_attempts" | "webhook_results" => "error_code",
-        "outbox" | "outbox_done" => "target",
+        "outbox" | "outbox_done" | "outbox_dedup" => "target",
         "postrider_migrations" => "name",
         "outbox_lanes" => "owned_by",
         "outbox_pauses" => "lane",
         "outbox_attempts" => "code",
-        "outbox_keys" => "digest",
+        "outbox_keys" | "postrider_former_keys" => "digest",
         "dead_letters" => "final_error_code",
         "write_audit" => "reason",
         _ => "status",
@@ -78,6 +82,30 @@ fn allowed(role: &str, table: &str, right: &str) -> bool {
     rights.contains(&right) || rights.contains(&whole)
 }
 
+/// What the database let a role do with a table.
+type Seen = HashMap<(&'static str, &'static str, &'static str), bool>;
+
+/// The saga's specification, §9, written out: the list in the code cannot say otherwise without this being told.
+fn as_the_specification_says(seen: &Seen) {
+    let may = |role: &'static str, right: &'static str, table: &'static str| seen[&(role, table, right)];
+    for (table, rights) in [
+        ("webhook_delivery_sagas", ["SELECT", "INSERT", "UPDATE"].as_slice()),
+        ("events", &["SELECT"]),
+        ("subscriptions", &["SELECT"]),
+    ] {
+        for right in ["SELECT", "INSERT", "UPDATE", "DELETE"] {
+            assert_eq!(may("postrider_saga", right, table), rights.contains(&right), "the saga: {right} {table}");
+        }
+    }
+    assert!(may("postrider_saga", "INSERT", "outbox"), "it makes jobs");
+    for role in ROLES.iter().map(|role| role.name) {
+        let moves = may(role, "UPDATE", "webhook_delivery_sagas");
+        assert_eq!(moves, role == "postrider_saga", "{role}: nobody else changes a saga");
+        let buries = may(role, "DELETE", "webhook_delivery_sagas");
+        assert!(!buries || role == "postrider_janitor", "{role} deletes sagas");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_roles_may_what_is_told_and_nothing_else() {
     let home = postgres().await;
@@ -85,6 +113,7 @@ async fn postgres_roles_may_what_is_told_and_nothing_else() {
     home.webhooks.make_roles().await.unwrap();
     let (client, connection) = tokio_postgres::connect(&home.url, tokio_postgres::NoTls).await.unwrap();
     tokio::spawn(connection);
+    let mut seen = Seen::new();
     for role in &ROLES {
         client.batch_execute(&format!("SET ROLE {}", role.name)).await.unwrap();
         for table in TABLES {
@@ -95,11 +124,13 @@ async fn postgres_roles_may_what_is_told_and_nothing_else() {
                 let denied =
                     answer.as_ref().err().and_then(|e| e.as_db_error()).is_some_and(|e| e.code().code() == "42501");
                 // EXPLAIN of a statement checks its rights when the executor starts.
+                seen.insert((role.name, table, right), !denied);
                 assert_eq!(!denied, allowed(role.name, table, right), "{} {right} {table}: {answer:?}", role.name);
             }
         }
         client.batch_execute("RESET ROLE").await.unwrap();
     }
+    as_the_specification_says(&seen);
     for role in &ROLES {
         client.batch_execute(&format!("DROP OWNED BY {}", role.name)).await.unwrap();
     }
@@ -124,6 +155,7 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
     let mut url = url::Url::parse(&home.url).unwrap();
     url.set_username(&user).unwrap();
     url.set_password(Some("secret")).unwrap();
+    let mut seen = Seen::new();
     for role in &ROLES {
         admin.query_drop(format!("GRANT {} TO '{user}'@'%'", role.name)).await.unwrap();
         // Only a role that is the user's default is in force when a database is chosen at the connect.
@@ -135,12 +167,14 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
                 let answer = conn.query_drop(&sql).await;
                 // 1142, 1143: denied on the table, on a column.
                 let denied = matches!(&answer, Err(mysql_async::Error::Server(e)) if matches!(e.code, 1142 | 1143));
+                seen.insert((role.name, table, right), !denied);
                 assert_eq!(!denied, allowed(role.name, table, right), "{} {right} {table}: {answer:?}", role.name);
             }
         }
         conn.disconnect().await.unwrap();
         admin.query_drop(format!("REVOKE {} FROM '{user}'@'%'", role.name)).await.unwrap();
     }
+    as_the_specification_says(&seen);
     admin.query_drop(format!("DROP USER '{user}'@'%'")).await.unwrap();
 }
 

@@ -3,9 +3,9 @@
 
 use postrider::outcome::GiveBack;
 use postrider::store::{Claim, From};
-use postrider_webhooks::{DeadLetterFilter, LANE, Patch, Requeued};
+use postrider_webhooks::{DeadLetterFilter, LANE, Patch, Requeued, Settings};
 
-use crate::harness::{Home, on_every_store, secs, wait_until};
+use crate::harness::{Home, on_every_store, open, secs, settings, wait_until, work};
 use crate::receiver::{Receiver, status_line};
 
 on_every_store!(
@@ -14,6 +14,7 @@ on_every_store!(
     a_dead_saga_refuses_raw_sql,
     jobs_are_seen_pending_leased_completed_and_failed,
     a_requeued_saga_begins_at_nought,
+    each_wait_is_twice_the_last_and_the_columns_tell_it,
     a_limit_lowered_meanwhile_gives_up,
     a_subscription_has_a_limit_of_its_own,
     nothing_is_started_before_its_time_nor_after_its_end,
@@ -38,8 +39,13 @@ async fn the_indexes_have_their_names(home: Home) {
         };
         assert_eq!(home.rows(&sql).await[0].opt_text(0).unwrap().as_deref(), Some(columns), "{name}");
     }
-    let columns = "id, event_id, subscription_id, status, attempt_count, next_attempt_at, final_error_code, created_at, updated_at";
-    home.rows(&format!("SELECT {columns} FROM webhook_delivery_sagas")).await;
+    // As many characters as it was given.
+    let receiver = Receiver::with_status(200).await;
+    home.subscribe(&receiver.url, &["*"]).await;
+    home.publish("a", "x").await;
+    let long = "x".repeat(100);
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET final_error_code = '{long}'")).await;
+    assert_eq!(home.count(&format!("webhook_delivery_sagas WHERE final_error_code = '{long}'")).await, 1);
 }
 
 async fn no_sixth_status_and_no_second_saga(home: Home) {
@@ -131,7 +137,7 @@ async fn a_requeued_saga_begins_at_nought(home: Home) {
     let working = home.work();
     let (event, sagas) = home.publish("a", "x").await;
     home.ends(sagas[0], "DeadLettered").await;
-    drop(working);
+    working.end().await;
     let letter = home.webhooks.dead_letters(DeadLetterFilter::default(), None, 1).await.unwrap().items.remove(0);
     assert_eq!((letter.saga_id, letter.final_error_code.as_deref()), (sagas[0], Some("HTTP_500")));
     let Requeued::Created(new) = home.webhooks.requeue(letter.id).await.unwrap() else { panic!("not created") };
@@ -140,13 +146,62 @@ async fn a_requeued_saga_begins_at_nought(home: Home) {
          FROM webhook_delivery_sagas WHERE id = {new}"
     );
     let row = home.rows(&sql).await.remove(0);
-    // A worker that is just stopping may have begun it already.
-    assert!(["Pending", "InProgress"].contains(&row.text(0).unwrap().as_str()), "{row:?}");
+    assert_eq!((row.text(0).unwrap().as_str(), home.count(JOBS).await), ("Pending", 0), "a saga without a job");
     assert_eq!(
         (row.int(1).unwrap(), row.int(2).unwrap(), row.opt_text(3).unwrap(), row.int(4).unwrap()),
         (0, event, None, 1)
     );
+    assert_eq!(row.int(5).unwrap(), 1, "due at once");
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(
+        (home.status(new).await.as_str(), home.count(JOBS).await),
+        ("InProgress", 1),
+        "its first job is the saga's"
+    );
     assert_eq!(home.status(sagas[0]).await, "DeadLettered", "the old one stays");
+}
+
+/// `next_attempt_at = now + base_delay * 2^(attempt_count - 1)`, to the second.
+async fn each_wait_is_twice_the_last_and_the_columns_tell_it(home: Home) {
+    let slow = Settings { base_delay: secs(100), max_retry_limit: 5, ..settings() };
+    let (webhooks, outbox) = open(&home.url, slow).await;
+    let receiver = Receiver::with_status(500).await;
+    let (subscription, _) = home.subscribe(&receiver.url, &["*"]).await;
+    let (event, sagas) = home.publish("a", "x").await;
+    let columns = "id, event_id, subscription_id, status, attempt_count, final_error_code, created_at, updated_at, next_attempt_at";
+    let saga = async || home.rows(&format!("SELECT {columns} FROM webhook_delivery_sagas")).await.remove(0);
+    let first = saga().await;
+    assert_eq!((first.text(3).unwrap().as_str(), first.int(4).unwrap()), ("InProgress", 0));
+    assert_eq!(first.opt_text(5).unwrap(), None, "nothing has failed yet");
+    let (made, now) = (first.time(6).unwrap(), home.outbox.now().await.unwrap());
+    assert!(now.since(made) < secs(60) && made <= now, "in UTC: {made:?} {now:?}");
+    let _working = work(&webhooks, &outbox);
+    let mut updated = first.time(7).unwrap();
+    for (attempt, wait) in [(1, 100), (2, 200), (3, 400), (4, 800)] {
+        wait_until("it has failed again", async || {
+            let row = saga().await;
+            row.int(4).unwrap() == attempt && row.text(3).unwrap() == "PendingRetry"
+        })
+        .await;
+        let row = saga().await;
+        let ids = (row.int(0).unwrap(), row.int(1).unwrap(), row.int(2).unwrap());
+        assert_eq!(ids, (sagas[0], event, subscription.id));
+        assert_eq!(row.text(5).unwrap(), "HTTP_500");
+        let waits = row.time(8).unwrap().since(row.time(7).unwrap());
+        assert!(waits.as_millis().abs_diff(wait * 1000) < 100, "attempt {attempt}: {waits:?}");
+        assert!(
+            row.time(7).unwrap() > updated && row.time(6).unwrap() == made,
+            "updated_at moves, created_at does not"
+        );
+        updated = row.time(7).unwrap();
+        home.rows("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at").await;
+    }
+    home.ends(sagas[0], "DeadLettered").await;
+    let jobs = home.rows("SELECT COUNT(DISTINCT job_id) FROM webhook_attempts").await[0].int(0).unwrap();
+    assert_eq!((jobs, saga().await.int(4).unwrap()), (5, 5), "each attempt was a job of its own");
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/webhooks.md");
+    let docs = std::fs::read_to_string(docs).unwrap();
+    assert!(docs.contains("`base_delay_sec * 2^(n-1)` (30 s, 60 s, 120 s, …)"), "the formula is written down");
 }
 
 async fn a_limit_lowered_meanwhile_gives_up(home: Home) {
