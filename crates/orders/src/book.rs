@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::alerts::{Alert, Alerts};
+use postrider::failpoint::reach;
 use postrider::lease::Lease;
 use postrider::outcome::{Certainty, Verdict};
 use postrider::tx::Tx;
 use postrider::{OnSettled, Result, Timestamp, Winner, clock};
 
 use crate::decide::{Event, Status, code, http_status};
-use crate::failpoint::reach;
 use crate::ledger::{self, By, Finish};
 use crate::request::Order;
 use crate::result::{Execution, Frame, LatencyMs};

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use futures_util::FutureExt;
 use postrider::alerts::Alert;
 use postrider::clock::{self, Tick};
+use postrider::failpoint::reach;
 use postrider::observe::sending as send_itself;
 use postrider::outcome::{Fault, Reach};
 use postrider::store::Mode;
@@ -19,7 +20,6 @@ use crate::decide::{
     Claimed, Idempotency, Next, Past, Reason, Refusal, Sent, Status, Way, after_nonsense, after_refusal,
     awaits_look_up, code, left_a_doubt, waits_since, way,
 };
-use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
 use crate::result::Execution;
@@ -56,7 +56,6 @@ impl OrderCourier {
     }
 
     async fn prepare(&self, message: &Message) -> Prepared {
-        reach("claimed");
         let order = match Order::parse(&message.payload) {
             Ok(order) if message.payload_is_intact() => order,
             Ok(_) => return Prepared::Say(self.give_up(message, unreadable("it does not match its digest")).await),
@@ -357,7 +356,6 @@ impl Courier for OrderCourier {
     }
 
     fn settled(&self, id: i64) {
-        reach("settled");
         self.0.0.book.forget(id);
     }
 

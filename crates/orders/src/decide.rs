@@ -292,6 +292,9 @@ mod tests {
         let diagram =
             [(InProgress, Executed, Succeeded), (InProgress, Refused, Failed), (Failed, Reopened, InProgress)];
         assert_eq!(legal, diagram);
+        assert_eq!(Status::ALL.map(Status::as_str), ["in_progress", "succeeded", "failed"]);
+        assert_eq!(Status::ALL.map(|status| Status::parse(status.as_str())), Status::ALL.map(Some));
+        assert_eq!(Status::parse("sent"), None);
     }
 
     fn claimed(maybe_sent: bool, has_waited: bool) -> Claimed {
@@ -366,7 +369,11 @@ mod tests {
         assert!(!left_a_doubt(&[refused, away.clone(), busy]));
         let by_hand = Past { kind: "dead".to_owned(), code: failed.code.clone(), error: Some(SETTLED.to_owned()) };
         assert!(!left_a_doubt(&[failed.clone(), by_hand.clone(), away]), "a person knew");
-        assert!(left_a_doubt(&[by_hand, failed]));
+        assert!(left_a_doubt(&[by_hand, failed.clone()]));
+        let given_up = Past { kind: "dead".to_owned(), ..failed.clone() };
+        assert!(left_a_doubt(&[failed.clone(), given_up]), "a budget knows nothing");
+        let retried = Past { error: Some(SETTLED.to_owned()), ..failed.clone() };
+        assert!(left_a_doubt(&[failed, retried]), "nor do words alone");
         for idempotency in [LOOK_UP, Idempotency::None] {
             assert_eq!(past(Reason::ServerError, Reach::Unknown, idempotency).0, Reach::Unknown);
         }
@@ -383,17 +390,19 @@ mod tests {
     #[test]
     fn reasons_have_their_status() {
         let table = [
-            ("BROKER_TIMEOUT", 504),
-            ("BROKER_5XX", 503),
-            ("BROKER_RATE_LIMITED", 429),
-            ("BROKER_UNKNOWN", 502),
-            ("INTERNAL_ERROR", 500),
-            ("BROKER_BAD_REQUEST", 400),
-            ("BROKER_REJECTED", 409),
-            ("POISON", 500),
+            (Reason::Timeout, "BROKER_TIMEOUT", 504),
+            (Reason::ServerError, "BROKER_5XX", 503),
+            (Reason::RateLimited, "BROKER_RATE_LIMITED", 429),
+            (Reason::Unknown, "BROKER_UNKNOWN", 502),
+            (Reason::Unauthorized, "BROKER_UNAUTHORIZED", 502),
+            (Reason::Internal, "INTERNAL_ERROR", 500),
+            (Reason::BadRequest, "BROKER_BAD_REQUEST", 400),
+            (Reason::Rejected, "BROKER_REJECTED", 409),
+            (Reason::AlreadyProcessed, "BROKER_ALREADY_PROCESSED", 500),
         ];
-        for (reason, status) in table {
-            assert_eq!(http_status(reason), status, "{reason}");
+        for (reason, code, status) in table {
+            assert_eq!((reason.as_str(), http_status(code)), (code, status), "{reason:?}");
         }
+        assert_eq!(http_status("POISON"), 500);
     }
 }

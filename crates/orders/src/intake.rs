@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use postrider::enqueue::Admit;
 use postrider::error::Kind;
-use postrider::store::Mode;
+use postrider::failpoint::reach;
+use postrider::store::{Mode, repeat};
 use postrider::tx::{Dialect, Tx};
 use postrider::{Error, NewMessage, Result};
 
-use crate::failpoint::reach;
 use crate::ledger::{self, Entry};
 use crate::request::Order;
 use crate::{LANE, Orders, conflicts, janitor};
@@ -56,24 +56,24 @@ pub enum Placed {
 impl Orders {
     /// Takes an order in, in a transaction of its own. The key makes it safe to ask again after a lost answer.
     pub async fn place(&self, orders: Vec<NewOrder>) -> Result<Vec<Placed>> {
+        self.place_as(Mode::Write, orders).await
+    }
+
+    /// The same, and with [`Mode::Work`] somebody else's lock on a key is waited for only for a moment.
+    #[doc(hidden)]
+    pub async fn place_as(&self, mode: Mode, orders: Vec<NewOrder>) -> Result<Vec<Placed>> {
         let work = Arc::new(orders);
-        for round in 0.. {
+        let placed = repeat(|_| {
             let (handle, work) = (self.clone(), work.clone());
-            let placed = self.transact(Mode::Write, move |tx| {
+            self.transact(mode, move |tx| {
                 let (orders, work) = (handle.clone(), work.clone());
                 Box::pin(async move { orders.place_in(tx, &work).await })
-            });
-            match placed.await {
-                Err(error) if error.effect == postrider::error::Effect::Unknown && round < 3 => {}
-                Err(error) => return Err(error),
-                Ok(placed) => {
-                    reach("placed");
-                    self.committed();
-                    return Ok(placed);
-                }
-            }
-        }
-        unreachable!("the loop ends by returning")
+            })
+        })
+        .await?;
+        reach("placed");
+        self.committed();
+        Ok(placed)
     }
 
     /// To be called after the caller's own COMMIT: wakes workers.

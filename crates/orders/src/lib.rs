@@ -15,7 +15,6 @@ mod book;
 mod conflicts;
 mod courier;
 mod doctor;
-mod failpoint;
 mod intake;
 mod janitor;
 mod listing;

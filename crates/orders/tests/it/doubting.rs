@@ -21,6 +21,7 @@ on_every_store!(
     orders_of_one_instrument_go_side_by_side,
     a_burst_does_not_make_a_doubt_wait_anew,
     two_hands_on_one_order,
+    a_hand_takes_nothing_from_a_worker,
     nothing_of_a_deferred_order_is_remembered,
     a_reopened_order_is_not_ended_by_an_older_answer,
     what_was_cut_off_is_never_recorded_as_failed,
@@ -199,6 +200,19 @@ async fn two_hands_on_one_order(ground: Ground) {
         assert_eq!(entry.broker_ref, Some(format!("ref of {}", event.actor)), "{key}: who and what belong together");
     }
     assert_eq!(home.book.remembered(), 0);
+}
+
+async fn a_hand_takes_nothing_from_a_worker(ground: Ground) {
+    let home = ground.open(Idempotency::None).await;
+    home.broker.holds_after(0);
+    home.place("k").await;
+    let _working = home.work();
+    wait_until("it is being sent", async || home.broker.inside() == 1).await;
+    let settled = home.orders.settle("k", false, None, by("ann")).await.unwrap();
+    assert!(matches!(settled, ByHand::Refused(_)), "whoever sends it will know: {settled:?}");
+    home.broker.room.add_permits(1);
+    wait_until("it has ended", async || home.count("outbox").await == 0).await;
+    assert_eq!((home.entry("k").await.status, home.broker.executions("k")), (Status::Succeeded, 1));
 }
 
 async fn nothing_of_a_deferred_order_is_remembered(ground: Ground) {

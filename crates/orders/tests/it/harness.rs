@@ -192,26 +192,45 @@ impl Ground {
     }
 
     pub async fn open_with(self, idempotency: Idempotency, settings: Settings) -> Home {
-        let book = Book::default();
-        let lanes = Lanes::new().with(LANE, lane_rules(&book, idempotency)).with("alerts", LaneRules::default());
-        let options = Options { migrations: MIGRATIONS.to_vec(), ..Options::default() };
-        let outbox = Outbox::new(stores::open(&self.0.url, lanes, options).await.unwrap());
-        outbox.migrate().await.unwrap();
-        let broker = Arc::new(Broker {
-            idempotency,
-            script: Mutex::default(),
-            executed: Mutex::default(),
-            sends: Mutex::default(),
-            look_ups: Mutex::default(),
-            found: Mutex::default(),
-            room: tokio::sync::Semaphore::new(1_000_000),
-            inside: AtomicUsize::default(),
-            most: AtomicUsize::default(),
-        });
-        let alerts = Alerts::new(outbox.clone(), "alerts", Duration::from_secs(300));
-        let orders = Orders::new(outbox.clone(), settings, book.clone(), broker.clone(), Some(alerts)).await.unwrap();
+        migrate(&self.0.url).await;
+        let (orders, outbox, broker, book) = open_at(&self.0.url, Options::default(), idempotency, settings).await;
         Home { orders, outbox, broker, book, _ground: self.0 }
     }
+}
+
+pub async fn migrate(url: &str) {
+    outbox_at(url, Options::default(), &Book::default(), Idempotency::Key).await.migrate().await.unwrap();
+}
+
+async fn outbox_at(url: &str, options: Options, book: &Book, idempotency: Idempotency) -> Outbox {
+    let lanes = Lanes::new().with(LANE, lane_rules(book, idempotency)).with("alerts", LaneRules::default());
+    let options = Options { migrations: MIGRATIONS.to_vec(), ..options };
+    Outbox::new(stores::open(url, lanes, options).await.unwrap())
+}
+
+/// Orders on a migrated database, as another process would have them.
+pub async fn open_at(
+    url: &str,
+    options: Options,
+    idempotency: Idempotency,
+    settings: Settings,
+) -> (Orders, Outbox, Arc<Broker>, Book) {
+    let book = Book::default();
+    let outbox = outbox_at(url, options, &book, idempotency).await;
+    let broker = Arc::new(Broker {
+        idempotency,
+        script: Mutex::default(),
+        executed: Mutex::default(),
+        sends: Mutex::default(),
+        look_ups: Mutex::default(),
+        found: Mutex::default(),
+        room: tokio::sync::Semaphore::new(1_000_000),
+        inside: AtomicUsize::default(),
+        most: AtomicUsize::default(),
+    });
+    let alerts = Alerts::new(outbox.clone(), "alerts", Duration::from_secs(300));
+    let orders = Orders::new(outbox.clone(), settings, book.clone(), broker.clone(), Some(alerts)).await.unwrap();
+    (orders, outbox, broker, book)
 }
 
 pub fn order(qty: &str) -> Order {

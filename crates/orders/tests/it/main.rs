@@ -9,5 +9,6 @@ mod examining;
 mod guarding;
 mod harness;
 mod looking;
+mod sweep;
 mod taking;
 mod working;

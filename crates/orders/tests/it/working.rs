@@ -5,6 +5,7 @@ use std::time::Duration;
 use postrider::outcome::Reach;
 use postrider_orders::decide::Reason;
 use postrider_orders::{By, ByHand, Idempotency, Reopened, Settings, Status};
+use proving::kit::Session;
 use serde_json::Value;
 
 use crate::harness::{Act, Ground, Home, on_every_store, wait_until};
@@ -19,6 +20,7 @@ on_every_store!(
     what_is_ours_costs_no_attempt,
     an_order_that_cannot_be_read_is_aborted_at_once,
     the_ledger_is_the_truth,
+    the_ledger_ends_first_and_the_outbox_with_it,
     late_confirmation,
     a_message_without_an_entry_gets_one,
     a_crash_after_the_claim,
@@ -194,6 +196,61 @@ async fn the_ledger_is_the_truth(ground: Ground) {
     assert!(
         noted[0].outbox_id.is_some_and(|message| message != id) && noted[0].request_digest != before.request_digest
     );
+}
+
+/// SQL that lets no order end where this holds, and what undoes it.
+fn guard(dialect: &str, condition: &str) -> (String, &'static str) {
+    match dialect {
+        "sqlite" => (
+            format!("CREATE TRIGGER guard BEFORE INSERT ON outbox_done WHEN NEW.lane = 'orders' AND {condition} BEGIN SELECT RAISE(ABORT, 'not yet'); END"),
+            "DROP TRIGGER guard",
+        ),
+        "postgres" => (
+            format!(
+                "CREATE OR REPLACE FUNCTION guard() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.lane = 'orders' AND {condition} THEN RAISE EXCEPTION 'not yet'; END IF; RETURN NEW; END $$;
+                 CREATE TRIGGER guard BEFORE INSERT ON outbox_done FOR EACH ROW EXECUTE FUNCTION guard()"
+            ),
+            "DROP TRIGGER guard ON outbox_done",
+        ),
+        _ => (
+            format!("CREATE TRIGGER guard BEFORE INSERT ON outbox_done FOR EACH ROW IF NEW.lane = 'orders' AND {condition} THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'not yet'; END IF"),
+            "DROP TRIGGER guard",
+        ),
+    }
+}
+
+/// §4.1: whoever sees the outbox end sees that the ledger has; and neither ends without the other.
+async fn the_ledger_ends_first_and_the_outbox_with_it(ground: Ground) {
+    let url = ground.url();
+    let home = ground.open(Idempotency::Key).await;
+    let mut session = Session::to(&url).await;
+    let dialect = home.outbox.store().dialect().name();
+    let open = "(SELECT status FROM idempo_ledger l WHERE l.idempotency_key = NEW.active_key) = 'in_progress'";
+    let (ledger_first, as_before) = guard(dialect, open);
+    session.run(&ledger_first).await.unwrap();
+    home.broker.next(&[Act::Fill, Act::Refuse(Reason::Rejected, Reach::Answered)]);
+    home.place("good").await;
+    home.work_until("good", "succeeded").await;
+    home.place("bad").await;
+    home.work_until("bad", "aborted").await;
+    assert_eq!((home.entry("good").await.status, home.entry("bad").await.status), (Status::Succeeded, Status::Failed));
+    session.run(as_before).await.unwrap();
+
+    let (never, as_before) = guard(dialect, "1 = 1");
+    session.run(&never).await.unwrap();
+    let id = home.place("together").await;
+    let _working = home.work();
+    wait_until("it is executed", async || home.broker.executions("together") == 1).await;
+    for _ in 0..20 {
+        let entry = home.entry("together").await;
+        assert_eq!((entry.status, entry.http_status), (Status::InProgress, None), "the message has not ended");
+        assert_eq!(home.count(&format!("outbox WHERE id = {id}")).await, 1);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    session.run(as_before).await.unwrap();
+    wait_until("both have ended", async || home.view("together").await.0 == "succeeded").await;
+    assert_eq!(home.entry("together").await.status, Status::Succeeded);
+    assert_eq!(home.broker.executions("together"), 1);
 }
 
 /// W-105: the ledger has it, the message has not heard.
