@@ -1,6 +1,7 @@
 //! Is the service that answers the one we know? Its tenant is the digest of its key, and its database may be another: it
 //! then answers as well as ever, and has nothing of what it had. One of our own memories, the sentinel, is asked for; if it
-//! is gone, some others are, so that one forgotten memory is not taken for amnesia.
+//! is gone, some others are, so that one forgotten memory is not taken for amnesia. The sentinel is the newest that was
+//! seen, so that a service put back to an old backup is noticed, too.
 
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ struct Witnesses {
     /// The one that was seen last, and up to which copy all was there then.
     sentinel: Option<Witness>,
     others: Vec<Witness>,
-    newest: i64,
+    newest: Option<Witness>,
 }
 
 /// What was seen of some witnesses.
@@ -115,12 +116,19 @@ impl Memories {
     async fn ask_witnesses(&self) -> std::result::Result<(bool, bool), Fault> {
         let read = match self.0.settings.recognise {
             true => self.transact(Mode::Read, |tx| Box::pin(witnesses(tx))).await,
-            false => Ok(Witnesses { sentinel: None, others: vec![], newest: 0 }),
+            false => Ok(Witnesses { sentinel: None, others: vec![], newest: None }),
         };
         let Witnesses { sentinel, others, newest } = read.map_err(|error| Fault::our_database(&error))?;
         let mut seen = Seen::default();
         if let Some(sentinel) = &sentinel {
             self.see_one(sentinel, &mut seen).await?;
+        }
+        // It is the one we know: from now on by the newest that it has.
+        if let (Some(sentinel), Some(newest)) = (&seen.there, &newest)
+            && newest.copy > sentinel.copy
+            && matches!(self.0.upstream.see(&newest.memory_id).await?, Sight::Seen(_))
+        {
+            seen.there = Some(newest.clone());
         }
         if seen.there.is_none() {
             for witness in &others {
@@ -133,6 +141,7 @@ impl Memories {
         // One that was forgotten is no amnesia, and one that was written since is no proof against it.
         let stranger = seen.gone.len() > seen.seen;
         if let (Some(there), false) = (seen.there, stranger) {
+            let newest = newest.map_or(there.copy, |newest| newest.copy);
             self.keep(there, newest, seen.gone).await.map_err(|error| Fault::our_database(&error))?;
         }
         Ok((stranger, true))
@@ -187,13 +196,13 @@ async fn witnesses(tx: &mut (dyn Tx + Send)) -> Result<Witnesses> {
         if sentinel.is_some() { (up_to, &["ASC", "DESC"]) } else { (i64::MAX, &["ASC"]) };
     let mut others: Vec<Witness> = Vec::new();
     for order in ends {
-        for witness in stored(tx, up_to, order, SAMPLE).await? {
-            if !others.iter().chain(&sentinel).any(|other| other.copy == witness.copy) {
-                others.push(witness);
-            }
-        }
+        // One more, since the sentinel may be among them.
+        let mut witnesses = stored(tx, up_to, order, SAMPLE + 1).await?;
+        witnesses.retain(|witness| !others.iter().chain(&sentinel).any(|other| other.copy == witness.copy));
+        witnesses.truncate(SAMPLE);
+        others.extend(witnesses);
     }
-    let newest = stored(tx, i64::MAX, "DESC", 1).await?.first().map_or(0, |newest| newest.copy);
+    let newest = stored(tx, i64::MAX, "DESC", 1).await?.pop();
     Ok(Witnesses { sentinel, others, newest })
 }
 

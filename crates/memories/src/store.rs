@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postrider::clock::{self, Tick};
-use postrider::error::{Effect, Kind};
-use postrider::store::Mode;
+use postrider::error::Kind;
+use postrider::store::{Mode, repeat};
 use postrider::tx::Tx;
 use postrider::{Enqueued, Error, NewMessage, Result};
 
@@ -160,20 +160,16 @@ impl Memories {
 
     /// The first half: the audit, and a copy in the state `writing`; or, where the service is not to be called, all of it.
     async fn begin(&self, note: &Arc<Note>, attempt: Attempt) -> Result<Begun> {
-        for round in 0.. {
+        // What was written is found then: its content is its key.
+        repeat(|round| {
             let attempt = Arc::new(Attempt { again: round > 0, ..attempt.clone() });
             let (handle, work) = (self.clone(), note.clone());
-            let begun = self.transact(Mode::Write, move |tx| {
+            self.transact(Mode::Write, move |tx| {
                 let (handle, note, attempt) = (handle.clone(), work.clone(), attempt.clone());
                 Box::pin(async move { handle.begin_in(tx, &note, &attempt).await })
-            });
-            match begun.await {
-                // What was written is found then: its content is its key.
-                Err(error) if error.effect == Effect::Unknown && round < 3 => {}
-                other => return other,
-            }
-        }
-        unreachable!("the loop ends by returning")
+            })
+        })
+        .await
     }
 
     async fn begin_in(&self, tx: &mut (dyn Tx + Send), note: &Note, attempt: &Attempt) -> Result<Begun> {
@@ -333,24 +329,18 @@ impl Memories {
     async fn end(&self, note: &Arc<Note>, copy: i64, audit_id: i64, called: Called) -> Result<Ended, Failed> {
         let written = called.is_ok();
         let work = Arc::new((note.clone(), called));
-        for round in 0.. {
+        let ended = repeat(|_| {
             let (handle, work) = (self.clone(), work.clone());
-            let ended = self.transact(Mode::Write, move |tx| {
+            self.transact(Mode::Write, move |tx| {
                 let (handle, work) = (handle.clone(), work.clone());
                 Box::pin(async move { handle.end_in(tx, &work.0, copy, audit_id, &work.1).await })
-            });
-            match ended.await {
-                Err(error) if error.effect == Effect::Unknown && round < 3 => {}
-                Err(error) => return Err(Failed::second_half(written, error)),
-                Ok(ended) => {
-                    if matches!(ended, Ended::Queued { .. }) {
-                        self.0.outbox.ring();
-                    }
-                    return Ok(ended);
-                }
-            }
+            })
+        });
+        let ended = ended.await.map_err(|error| Failed::second_half(written, error))?;
+        if matches!(ended, Ended::Queued { .. }) {
+            self.0.outbox.ring();
         }
-        unreachable!("the loop ends by returning")
+        Ok(ended)
     }
 
     async fn end_in(

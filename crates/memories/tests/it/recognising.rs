@@ -8,6 +8,7 @@ use crate::openmemory::Mood;
 
 on_every_store!(
     an_emptied_service_is_not_the_one_we_know,
+    an_old_backup_is_not_the_one_we_know,
     another_key_is_another_tenant,
     one_forgotten_memory_is_no_amnesia,
     the_gate_asks_with_the_key_and_for_writes,
@@ -64,6 +65,25 @@ async fn an_emptied_service_is_not_the_one_we_know(home: Home) {
     assert_eq!(status(&home.memories).await, "ok");
     assert_eq!(home.ask("deploy tuesdays").await, (vec![TEXTS[0].to_owned()], false));
     assert_eq!(mended(&home).await, 0, "doing it again changes nothing");
+}
+
+async fn an_old_backup_is_not_the_one_we_know(home: Home) {
+    filled(&home).await;
+    let backup = home.upstream.mind().memories.clone();
+    let since = ["bob owns search", "releases are signed", "errors go to sentry", "kim answers the pager"];
+    for text in since {
+        assert_eq!(home.store(text).await.action, Action::Allow);
+    }
+    let (fresh, _) = home.again(crate::harness::secs(3600)).await;
+    assert_eq!(status(&fresh).await, "ok");
+    home.upstream.mind().memories = backup;
+    let (fresh, _) = home.again(crate::harness::secs(3600)).await;
+    let seen = fresh.check().await;
+    assert_eq!(seen.status, "failed", "it has the oldest, and none of what came since");
+    assert!(seen.detail.unwrap().contains("resend --missing"));
+    assert_eq!(mended(&home).await, since.len() as u64);
+    assert_eq!(home.upstream.contents().len(), TEXTS.len() + since.len());
+    assert_eq!(status(&fresh).await, "ok");
 }
 
 async fn another_key_is_another_tenant(home: Home) {
