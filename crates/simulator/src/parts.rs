@@ -1,0 +1,4 @@
+//! The parts of the product that live in the world beside the worker: their real decisions and their real SQL.
+
+pub mod sagas;
+pub mod webhooks;

@@ -1,0 +1,3 @@
+//! The simulator's own tests: a short campaign, and seeds that once told of a bug.
+
+mod simulation;
