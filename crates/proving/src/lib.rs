@@ -2,8 +2,10 @@
 
 pub mod browser;
 pub mod crowd;
+pub mod history;
 pub mod kit;
+pub mod proxy;
 pub mod receiver;
 pub mod servers;
-pub mod simulator;
+pub mod sweep;
 pub mod watched;

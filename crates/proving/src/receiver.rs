@@ -15,6 +15,8 @@ pub struct Request {
     pub token: i64,
     pub idempotency_key: String,
     pub body: Vec<u8>,
+    /// The status it is answered with.
+    pub answered: u16,
 }
 
 /// What to answer, and when.
@@ -101,14 +103,16 @@ async fn serve(stream: TcpStream, log: &Mutex<Vec<Request>>, rule: &Rule) -> std
         let number = |name: &str| headers.get(name).and_then(|v| v.parse::<i64>().ok()).unwrap_or(0);
         let mut body = vec![0; number("content-length") as usize];
         stream.read_exact(&mut body).await?;
-        let request = Request {
+        let mut request = Request {
             id: number("postrider-message-id"),
             attempt: number("postrider-attempt") as u32,
             token: number("postrider-lease-token"),
             idempotency_key: headers.remove("idempotency-key").unwrap_or_default(),
             body,
+            answered: 0,
         };
         let answer = rule(&request);
+        request.answered = answer.status;
         // Logged when received, whether or not the sender lives to hear the answer.
         log.lock().unwrap_or_else(|e| e.into_inner()).push(request);
         if !answer.after.is_zero() {

@@ -40,10 +40,15 @@ macro_rules! on_every_store {
 }
 
 /// Waits until the condition holds.
-pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+pub async fn until(what: &str, holds: impl AsyncFnMut() -> bool) {
+    until_within(PATIENCE, what, holds).await;
+}
+
+/// The same, for what may take longer.
+pub async fn until_within(longest: Duration, what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let begun = Instant::now();
     while !holds().await {
-        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        assert!(begun.elapsed() < longest, "waited in vain until {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

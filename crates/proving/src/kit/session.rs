@@ -77,4 +77,19 @@ impl Session {
             Session::Mysql(conn) => conn.query_first(sql).await.expect(sql).expect(sql),
         }
     }
+
+    /// The first column of a query, as text.
+    pub async fn texts(&mut self, sql: &str) -> Vec<String> {
+        match self {
+            Session::Sqlite(connection) => {
+                let mut statement = connection.prepare(sql).expect(sql);
+                let rows = statement.query_map([], |row| row.get(0)).expect(sql);
+                rows.collect::<Result<_, _>>().expect(sql)
+            }
+            Session::Postgres(client) => {
+                client.query(sql, &[]).await.expect(sql).iter().map(|row| row.get(0)).collect()
+            }
+            Session::Mysql(conn) => conn.query(sql).await.expect(sql),
+        }
+    }
 }

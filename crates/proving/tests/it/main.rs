@@ -1,4 +1,4 @@
 //! Tests of the proving ground, and what it proves.
 
 mod servers;
-mod simulation;
+mod sweep;
