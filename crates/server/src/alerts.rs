@@ -43,6 +43,10 @@ impl Courier for InOrder {
         self.courier.settled(id);
     }
 
+    async fn ready(&self) -> bool {
+        self.courier.ready().await
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         match self.alerts.place(message).await {
             Ok(Place::Last) => self.courier.deliver(message).await,

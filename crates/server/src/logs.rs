@@ -61,10 +61,12 @@ pub fn start(format: LogFormat, default_level: &str) {
     }));
 }
 
-/// What libraries tell in detail repeats statements with their values and requests with their headers; so whatever `RUST_LOG`
-/// says, details are our own.
+/// What libraries tell in detail repeats statements with their values, requests with their headers, and what MCP clients say
+/// of themselves; and of HTTP/2 any stranger could fill the log. So whatever `RUST_LOG` says, details are our own.
 fn is_ours(metadata: &Metadata<'_>) -> bool {
-    *metadata.level() <= Level::INFO || metadata.target().starts_with("postrider")
+    let (level, target) = (*metadata.level(), metadata.target());
+    let others = if target.starts_with("h2::") { Level::ERROR } else { Level::WARN };
+    level <= others || target.starts_with("postrider")
 }
 
 /// A descriptor of our own: the lock of `std::io::stderr` is for those who never wait.

@@ -213,6 +213,10 @@ impl Courier for Traced {
         self.courier.settled(id);
     }
 
+    async fn ready(&self) -> bool {
+        self.courier.ready().await
+    }
+
     async fn deliver(&self, message: &Message) -> Outcome {
         let (sending, message) = self.traces.begin(message);
         let (outcome, trip) = followed(self.courier.deliver(&message)).await;

@@ -8,6 +8,7 @@ mod drain;
 mod enqueue;
 mod http;
 mod latency;
+mod readers;
 mod scratch;
 mod watched;
 mod webhooks;
@@ -94,6 +95,10 @@ pub struct Bench {
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200000", value_parser = count)]
     pub crowd: Option<usize>,
 
+    /// N readers page without pause through a lane of --messages messages meanwhile; measures with and without (webhooks only)
+    #[arg(long, value_name = "N", conflicts_with = "crowd", value_parser = count)]
+    pub readers: Option<usize>,
+
     /// The worker process of `bench latency` on a server
     #[arg(long, hide = true)]
     pub latency_worker: bool,
@@ -114,9 +119,10 @@ pub async fn run(bench: &Bench, database: &str) -> Result<Value> {
             Which::Latency => latency::run(bench, &scratch).await,
             Which::Backlog => backlog::run(bench, &scratch).await,
             Which::Http => http::run(bench, &scratch).await,
-            Which::Webhooks => match bench.crowd {
-                Some(paused) => crowd::run(bench, &scratch, paused).await,
-                None => webhooks::run(bench, &scratch).await,
+            Which::Webhooks => match (bench.crowd, bench.readers) {
+                (Some(paused), _) => crowd::run(bench, &scratch, paused).await,
+                (_, Some(readers)) => readers::run(bench, &scratch, readers).await,
+                _ => webhooks::run(bench, &scratch).await,
             },
         }
     };

@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use crate::config::BYTE_ORDER_MARK;
 use crate::config::values::parse_duration;
 use crate::failure::{Ending, Failure, Result, complain};
+use crate::http::check_headers;
 use crate::output::{Output, count, print};
 use crate::signals::interruption;
 
@@ -150,6 +151,7 @@ fn parse(lane: &str, rules: &LaneRules, line: &str) -> Result<NewMessage, String
     message.active_key = line.active_key;
     message.delay = line.delay.as_deref().map(parse_duration).transpose()?.unwrap_or_default();
     message.deliver_before = line.deliver_before;
+    check_headers(&line.headers)?;
     message.headers = line.headers.into_iter().collect();
     message.validate(rules).map_err(|e| e.message)?;
     Ok(message)

@@ -258,6 +258,12 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         return Err(place.wrong(0..0, BYTE_ORDER_MARK));
     }
     let file: File = toml::from_str(text).map_err(|error| place.refused(&error))?;
+    if let Some(key) = toml::from_str(text).ok().and_then(|all: toml::Table| with_nul(&toml::Value::Table(all))) {
+        return Err(Failure::usage(format!(
+            "{}: `{key}` contains a NUL character, which nothing can have",
+            path.display()
+        )));
+    }
     if let Some((name, at)) = file.later().next() {
         let what =
             format!("[{name}] is for a part that this version of postrider does not have yet; take the section out");
@@ -371,6 +377,24 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
         drain: environment.drain.or(file.outbox.drain_timeout_sec.map(|s| s.0)).unwrap_or(Duration::from_secs(20)),
         lanes,
     })
+}
+
+/// The key of a text with a NUL in it: no name, address, command or file has one, and some would be cut off there.
+fn with_nul(value: &toml::Value) -> Option<String> {
+    let inside = |name: &str, value: &toml::Value| {
+        let shown = name.replace('\0', "");
+        if name.contains('\0') {
+            return Some(shown);
+        }
+        let rest = with_nul(value)?;
+        Some(if rest.is_empty() { shown } else { format!("{shown}.{rest}") })
+    };
+    match value {
+        toml::Value::String(text) => text.contains('\0').then(String::new),
+        toml::Value::Array(all) => all.iter().find_map(with_nul),
+        toml::Value::Table(all) => all.iter().find_map(|(name, value)| inside(name, value)),
+        _ => None,
+    }
 }
 
 /// `[http]`.

@@ -11,7 +11,7 @@ pub struct Section {
 /// One key: its name, what it is when left out, and what it means.
 pub struct Key(pub &'static str, pub &'static str, pub &'static str);
 
-const SECTIONS: &[Section] = &[
+pub(super) const SECTIONS: &[Section] = &[
     Section {
         name: "",
         about: "At the top of the file, before any section.",

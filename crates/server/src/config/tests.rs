@@ -30,6 +30,7 @@ fn without_a_file_there_are_three_lanes() {
     let table = Backoff::Table([5, 10, 20, 40, 80, 160].map(Duration::from_secs).to_vec());
     assert_eq!(orders.budgets.backoff, table);
     assert!(config.enabled);
+    assert_eq!(config.listen.to_string(), "127.0.0.1:8787");
     assert_eq!(config.drain, Duration::from_secs(20));
 }
 
@@ -167,6 +168,11 @@ fn nonsense_is_refused_with_line_and_remedy() {
         ("[lane.orders]\nretention = \"1d\"".into(), "postrider.toml:1: [lane.orders] takes no courier"),
         ("[orders]\nadapter = \"http\"".into(), "postrider.toml:1: [orders] needs a url"),
         (
+            "[orders]\nadapter = \"http\"\nurl = \"http://x\"\nidempotency = \"key\"\nheaders = { Authorization = \"Bearer abc\" }"
+                .into(),
+            "postrider.toml:5: Authorization looks like a secret",
+        ),
+        (
             "[orders]\nadapter = \"http\"\nurl = \"https://b.example\"".into(),
             "postrider.toml:1: [orders] must say what the broker does with an order sent twice",
         ),
@@ -226,12 +232,174 @@ fn nonsense_is_refused_with_line_and_remedy() {
     }
 }
 
+/// Whatever section, whatever key: a secret in plain text is refused, where it stands, and not repeated.
+#[test]
+fn no_secret_stands_in_plain_text() {
+    let lane = |rest: &str| format!("[lane.a]\ncourier = \"http\"\n{rest}");
+    let broker = |rest: &str| format!("[orders]\nadapter = \"http\"\nidempotency = \"look_up\"\n{rest}");
+    let (fine, look_up) = ("url = \"https://b.example/\"", "look_up_url = \"https://b.example/{key}\"");
+    let cases = [
+        (lane("url = \"https://u:canary@h.example/\""), 3, "[lane.a] url has credentials in it"),
+        (lane("url = \"https://canary@h.example/\""), 3, "[lane.a] url has credentials in it"),
+        (lane("url = \"https://h.example/?api_key=canary\""), 3, "the parameter `api_key` of [lane.a] url looks like"),
+        (lane(&format!("{fine}\nheaders = {{ X-Token = \"canary\" }}")), 4, "X-Token looks like a secret"),
+        (lane(&format!("{fine}\nheaders = {{ X-Any = \"Basic canary\" }}")), 4, "X-Any looks like a secret"),
+        (broker("url = \"https://u:canary@b.example/\""), 4, "[orders] url has credentials in it"),
+        (broker("url = \"https://b.example/?sig=canary\""), 4, "the parameter `sig` of [orders] url looks like"),
+        (broker(&format!("{fine}\nlook_up_url = \"https://u:canary@b/{{key}}\"")), 5, "look_up_url has credentials"),
+        (
+            broker(&format!("{fine}\nlook_up_url = \"https://b/{{key}}?token=canary\"")),
+            5,
+            "the parameter `token` of look_up",
+        ),
+        (broker(&format!("{fine}\n{look_up}\nheaders = {{ Cookie = \"canary\" }}")), 6, "Cookie looks like a secret"),
+        ("[alerts]\nurl = \"https://u:canary@h.example/\"".into(), 2, "[alerts] url has credentials in it"),
+        ("[alerts]\nurl = \"https://h.example/?secret=canary\"".into(), 2, "the parameter `secret` of [alerts] url"),
+        ("[alerts]\nurl = \"https://h/\"\nheaders = { X-Auth = \"canary\" }".into(), 3, "X-Auth looks like a secret"),
+        ("[telemetry]\notlp_endpoint = \"http://u:canary@h\"".into(), 2, "otlp_endpoint has credentials in it"),
+        ("[telemetry]\notlp_endpoint = \"http://h/?token=canary\"".into(), 2, "the parameter `token` of otlp_endpoint"),
+        ("[memory]\nurl = \"http://u:canary@h\"".into(), 2, "url is where OpenMemory is"),
+        ("[memory]\nurl = \"http://canary@h\"".into(), 2, "url is where OpenMemory is"),
+        ("[memory]\nurl = \"http://h/?key=canary\"".into(), 2, "url is where OpenMemory is"),
+        ("[memory]\nurl = \"http://h/#canary\"".into(), 2, "url is where OpenMemory is"),
+        ("[memory]\nurl = \"http://h\"\napi_key = \"canary\"".into(), 3, "api_key must not stand here in plain text"),
+        ("[secrets]\nkey = \"canary\"".into(), 2, "key must not stand here in plain text"),
+        ("[tls]\ncert = \"c.pem\"\nkey = \"-----BEGIN PRIVATE KEY----- canary\"".into(), 1, "[tls] names files"),
+        ("[tls]\ncert = \"-----BEGIN CERTIFICATE----- canary\"\nkey = \"k.pem\"".into(), 1, "[tls] names files"),
+    ];
+    for (text, line, expected) in cases {
+        let said = refusal(&text);
+        let expected = format!("postrider.toml:{line}: {expected}");
+        assert!(said.contains(&expected), "{text}\nsaid:     {said}\nexpected: {expected}");
+        assert!(!said.contains("canary"), "a secret is shown: {said}");
+    }
+}
+
+#[test]
+fn what_belongs_elsewhere_is_refused_where_it_stands() {
+    let noop = |rest: &str| format!("[lane.a]\ncourier = \"noop\"\n{rest}");
+    let http = |rest: &str| format!("[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\n{rest}");
+    let broker = "[orders]\nadapter = \"http\"\nidempotency = \"key\"\nurl = \"https://b.example\"\n";
+    let part = |lane: &str, rest: &str| format!("[memory]\n[lane.{lane}]\n{rest}");
+    let mut cases = vec![
+        (noop("timeout_ms = 5"), "postrider.toml:3: timeout_ms is only for courier = \"http\""),
+        (noop("headers = { X-A = \"b\" }"), "postrider.toml:3: headers is only for courier = \"http\""),
+        (noop("guard = true"), "postrider.toml:3: guard is only for courier = \"http\""),
+        (noop("show_payload = true"), "postrider.toml:3: show_payload is only for courier = \"log\""),
+        (http("show_payload = true"), "postrider.toml:4: show_payload is only for courier = \"log\""),
+        (noop("backoff = { kind = \"doubling\", base_sec = 0 }"), "base_sec must be more than 0"),
+        (noop("backoff = { kind = \"doubling\", max_sec = 9 }"), "`max_sec` means nothing"),
+        (noop("backoff = { kind = \"doubling\", sec = [1] }"), "`sec` means nothing"),
+        (noop("backoff = { kind = \"exponential\", sec = [1] }"), "`sec` means nothing"),
+        (noop("backoff = { kind = \"exponential\", base_sec = 9, max_sec = 8 }"), "max_sec must not be less"),
+        (noop("backoff = { kind = \"table\", sec = [1], base_sec = 1 }"), "`base_sec` means nothing"),
+        (noop("backoff = { kind = \"table\", sec = [1], max_sec = 1 }"), "`max_sec` means nothing"),
+        (noop("backoff = { kind = \"table\", sec = [] }"), "the list is empty"),
+        (noop("poll_interval_sec = 400000000"), "from 0 to ten years"),
+        (
+            "[outbox]\nbackoff = { kind = \"doubling\" }\nbackoff_sec = [5]".into(),
+            "postrider.toml:3: backoff and backoff_sec",
+        ),
+        (
+            part("orders", "backoff = { kind = \"doubling\" }\nbackoff_sec = [5]"),
+            "postrider.toml:4: backoff and backoff_sec",
+        ),
+        (
+            part("memory", "backoff = { kind = \"doubling\" }\nbackoff_sec = [5]"),
+            "postrider.toml:4: backoff and backoff_sec",
+        ),
+        (part("memory", "audit = true"), "postrider.toml:2: [lane.memory] takes no courier"),
+        ("[lane.alerts]\ncourier = \"noop\"".into(), "postrider.toml:1: the lane `alerts` is Postrider's own"),
+        ("[alerts]\nurl = \"https://h/\"\nevery = \"0\"".into(), "postrider.toml:1: [alerts]: every = \"0\""),
+        ("[alerts]\nurl = \"ftp://h/\"".into(), "postrider.toml:2: "),
+        ("[alerts]\nurl = \"env:NOT_SET_ANYWHERE\"".into(), "postrider.toml:2: "),
+        ("[webhooks]\njitter = 1.5".into(), "postrider.toml:2: jitter must be from 0.0 to 1.0"),
+        ("[webhooks]\nallow_cidrs = [\"10.0.0.1/33\"]".into(), "postrider.toml:2: "),
+        ("[webhooks]\ndns_servers = [\"10.0.0.2\"]".into(), "postrider.toml:2: write a name server's address and port"),
+        ("[http]\nwrite_timeout_sec = 0".into(), "postrider.toml:2: write_timeout_sec: must be at least 1"),
+        ("[orders]\nlook_up_url = \"https://b/{key}\"".into(), "postrider.toml:2: look_up_url is only for adapter"),
+        ("[orders]\nheaders = { X-A = \"b\" }".into(), "postrider.toml:2: headers is only for adapter"),
+        ("[orders]\nguard = true".into(), "postrider.toml:2: guard is only for adapter"),
+        ("[orders]\nstatuses = { \"409\" = \"executed\" }".into(), "postrider.toml:2: statuses is only for adapter"),
+        (format!("{broker}faults = {{ fail = 0.1 }}"), "postrider.toml:5: faults is only for adapter = \"paper\""),
+        (format!("{broker}latency_ms = 5"), "postrider.toml:5: latency_ms is only for adapter = \"paper\""),
+        (format!("{broker}settling_sec = 5"), "postrider.toml:5: settling_sec is only for idempotency"),
+        (format!("{broker}statuses = {{ \"600\" = \"executed\" }}"), "postrider.toml:5: statuses are like"),
+        ("[orders]\nfaults = { fail = -0.1 }".into(), "postrider.toml:2: faults are chances"),
+        ("[orders]\nadapter = \"http\"\nidempotency = \"key\"\nurl = \"ftp://b\"".into(), "postrider.toml:4: "),
+        ("[tls]\ncert = \"a\\u0000b\"\nkey = \"k\"".into(), "`tls.cert` contains a NUL character"),
+        ("[webhooks]\nallow_cidrs = [\"10.0.0.0/8\\u0000\"]".into(), "`webhooks.allow_cidrs` contains a NUL character"),
+        (
+            "[lane.a]\ncourier = \"http\"\nurl = \"http://x\"\nheaders = { \"X\\u0000A\" = \"b\" }".into(),
+            "contains a NUL character",
+        ),
+    ];
+    for key in
+        ["courier = \"noop\"", "url = \"http://x\"", "timeout_ms = 5", "headers = { X-A = \"b\" }", "guard = true"]
+            .into_iter()
+            .chain(["statuses = { \"404\" = \"retry\" }", "show_payload = true", "dedup = true", "key_ttl = \"1d\""])
+    {
+        for (lane, said) in [("orders", "[lane.orders] takes no"), ("memory", "[lane.memory] takes no")] {
+            cases.push((part(lane, key), said));
+        }
+        cases.push((part("webhooks", key), "[lane.webhooks] takes only concurrency"));
+    }
+    for key in ["shards = 2", "max_attempts = 2", "retention = \"1d\"", "audit = true", "max_payload_bytes = 9"] {
+        cases.push((part("webhooks", key), "[lane.webhooks] takes only concurrency"));
+    }
+    for (text, expected) in cases {
+        let said = refusal(&text);
+        assert!(said.contains(expected), "{text}\nsaid:     {said}\nexpected: {expected}");
+    }
+    for (name, value) in [("GATEWAY_SKIP_STORE", "yes"), ("BROKER_TIMEOUT_MS", "0"), ("BROKER_TIMEOUT_MS", "soon")] {
+        let variable = |asked: &str| (asked == name).then(|| value.to_owned());
+        let said = read(Path::new("postrider.toml"), "", variable).expect_err(name).message().to_owned();
+        assert!(said.contains(name), "{name}={value}: {said}");
+    }
+}
+
+/// A key of every section, whatever its kind: none takes what is of none, and none is taken that is not known.
+#[test]
+fn no_key_takes_a_value_of_another_kind() {
+    let mut tried = 0;
+    for section in reference::SECTIONS {
+        let head = match section.name {
+            "" => String::new(),
+            name => format!("[{}]\n", name.replace("NAME", "a")),
+        };
+        for reference::Key(key, ..) in section.keys {
+            let said = refusal(&format!("{head}{key} = [[[1]]]\n"));
+            assert!(said.starts_with("postrider.toml:") && said.contains(key), "{head}{key}: {said}");
+            tried += 1;
+        }
+        let said = refusal(&format!("{head}nonsense = 1\n"));
+        assert!(said.contains("unknown key `nonsense`"), "{head}: {said}");
+    }
+    assert!(tried > 90, "{tried}");
+    for inner in [
+        "[orders]\nfaults = { x = 1 }",
+        "[memory]\nbreaker = { x = 1 }",
+        "[outbox]\nbackoff = { kind = \"table\", x = 1 }",
+    ] {
+        assert!(refusal(inner).contains("unknown key `x`"), "{inner}: {}", refusal(inner));
+    }
+}
+
 #[test]
 fn memory_is_worked_as_its_protocol_says() {
     let lane = &config("[memory]\nurl = \"http://127.0.0.1:1\"\n").lanes["memory"].settings;
     assert_eq!((lane.batch, lane.lease, lane.budgets.max_attempts), (10, Duration::from_secs(120), 5));
     let (base, max) = (Duration::from_secs(60), Duration::from_secs(3600));
     assert_eq!(lane.budgets.backoff, Backoff::Exponential { base, max, jitter: 0.3 });
+}
+
+#[test]
+fn retries_of_webhooks_are_configured() {
+    let webhooks = config("").webhooks;
+    assert_eq!((webhooks.max_retry_limit, webhooks.base_delay), (5, Duration::from_secs(30)));
+    assert_eq!(webhooks.jitter, 0.0, "every wait can be told beforehand");
+    let own = config("[webhooks]\nmax_retry_limit = 7\nbase_delay_sec = 2\njitter = 0.5\n").webhooks;
+    assert_eq!((own.max_retry_limit, own.base_delay, own.jitter), (7, Duration::from_secs(2), 0.5));
 }
 
 #[test]

@@ -116,28 +116,58 @@ async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
     }
 }
 
-/// What proxies add to the requests they pass on, besides everything that begins with `x-forwarded`.
+/// What proxies add to the requests they pass on.
 const OF_PROXIES: [&str; 15] = [
-    "forwarded",
-    "via",
-    "x-real-ip",
-    "x-client-ip",
-    "client-ip",
-    "x-cluster-client-ip",
-    "x-original-forwarded-for",
-    "x-original-host",
-    "x-envoy-external-address",
-    "x-azure-clientip",
-    "true-client-ip",
-    "cf-connecting-ip",
-    "fastly-client-ip",
-    "fly-client-ip",
+    "ali-cdn-real-ip",
     "cdn-loop",
+    "client-ip",
+    "do-connecting-ip",
+    "front-end-https",
+    "proxy-client-ip",
+    "proxy-connection",
+    "true-client-ip",
+    "via",
+    "x-client-ip",
+    "x-cluster-client-ip",
+    "x-from-ip",
+    "x-real-ip",
+    "x-realip",
+    "x-varnish",
+];
+
+/// The same by how their names begin.
+const BEGIN_OF_PROXIES: [&str; 23] = [
+    "akamai-",
+    "cf-",
+    "cloudfront-",
+    "fastly-",
+    "fly-",
+    "forwarded",
+    "ngrok-",
+    "tailscale-",
+    "wl-proxy-",
+    "x-akamai-",
+    "x-amz-cf-",
+    "x-appengine-",
+    "x-arr-",
+    "x-azure-",
+    "x-envoy-",
+    "x-forwarded",
+    "x-nf-",
+    "x-nginx-",
+    "x-original-",
+    "x-proxy",
+    "x-rewrite-",
+    "x-vercel-",
+    "z-forwarded",
 ];
 
 /// A request that a proxy passed on comes from this machine and from anywhere: without a token the world would be let in.
 pub fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
-    let of_a_proxy = |name: &str| name.starts_with("x-forwarded") || OF_PROXIES.contains(&name);
+    let of_a_proxy = |name: &str| {
+        let name = name.replace('_', "-");
+        OF_PROXIES.contains(&name.as_str()) || BEGIN_OF_PROXIES.iter().any(|begin| name.starts_with(begin))
+    };
     let Some(header) = headers.keys().map(|name| name.as_str()).find(|name| of_a_proxy(name)) else { return Ok(()) };
     let what = format!(
         "this request came through a proxy (it has the header {header}), and this server lets everybody on its machine in without a token. Make one (postrider token create) and send it as `Authorization: Bearer pr_…`, or sign in with it; set [auth] mode = \"always\" so that nobody gets in without"
@@ -148,7 +178,8 @@ pub fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
 /// A page of another site, open in a browser on this machine, must not act for its user.
 pub fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
-    let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.contains(']') { host } else { name });
+    let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    let name = host.rsplit_once(':').map_or(host, |(name, port)| if is_port(port) { name } else { host });
     // Another name for this machine is how a page gets around the rule on origins.
     let is_loopback = name.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback());
     if !is_loopback && !["", "localhost", "[::1]"].contains(&name) {

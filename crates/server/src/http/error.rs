@@ -116,7 +116,11 @@ impl From<postrider::Error> for Refusal {
                 let message = "all connections to the database are in use; nothing was written. Try again soon";
                 Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", message)
             }
-            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Locked | Kind::Unavailable | Kind::Schema => {
+            Kind::Locked => {
+                let message = "a transaction that has not ended yet holds what this needs, as the same key; nothing was written. Try again soon";
+                Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "LOCKED", message)
+            }
+            Kind::Unreachable | Kind::Timeout | Kind::Busy | Kind::Unavailable | Kind::Schema => {
                 tracing::warn!(%error, "the database does not answer as it should");
                 let message = "the database is not available; nothing was written. Try again soon";
                 Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", message)

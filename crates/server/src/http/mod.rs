@@ -29,6 +29,7 @@ use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
+use postrider::store::Mode;
 use postrider::{Entry, NewMessage, Outbox, clock};
 use postrider_memories::Memories;
 use postrider_orders::{NewOrder, Orders, Placed};
@@ -53,6 +54,7 @@ pub use accept::{Limits, serve};
 pub use auth::Caller;
 pub use error::Refusal;
 pub use orders::ledger_view;
+pub use outbox::check_headers;
 pub use scrape::Scrape;
 pub use slots::{RESERVE, Rules as SlotRules};
 pub use traffic::Patience;
@@ -118,26 +120,29 @@ impl App {
         let messages = Ways {
             write: Box::new(move |messages| {
                 let queue = queue.clone();
-                Box::pin(async move { queue.enqueue(messages).await })
+                Box::pin(async move { queue.enqueue_as(Mode::Work, messages).await })
             }),
             bytes: |message: &NewMessage| message.payload.len(),
             repeatable: |message| message.key.is_some(),
+            has_key: |message| message.key.is_some() || message.active_key.is_some(),
         };
         let events = Ways {
             write: Box::new(move |events| {
                 let hooks = hooks.clone();
-                Box::pin(async move { hooks.publish(events).await })
+                Box::pin(async move { hooks.publish_as(Mode::Work, events).await })
             }),
             bytes: |event: &NewEvent| event.payload.len(),
             repeatable: |event| event.external_id.is_some(),
+            has_key: |event| event.external_id.is_some(),
         };
         let placing = Ways {
             write: Box::new(move |orders| {
                 let book = book.clone();
-                Box::pin(async move { book.place(orders).await })
+                Box::pin(async move { book.place_as(Mode::Work, orders).await })
             }),
             bytes: |_: &NewOrder| 512,
             repeatable: |_| true,
+            has_key: |_| true,
         };
         let gate = Gate::new(outbox.clone(), memories.clone()).with_webhooks(webhooks.clone());
         let tokens = Tokens::new(outbox.clone());
@@ -338,15 +343,14 @@ pub fn router(app: &Arc<App>) -> Router {
 async fn frame(mut request: Request, next: Next) -> Response {
     let given = request.headers().get(&CORRELATION_ID).filter(|id| acceptable(id)).cloned();
     let id = given.unwrap_or_else(new_correlation_id);
-    // HTTP/2 has it in the address; who asks is judged by the header.
-    if !request.headers().contains_key(header::HOST)
-        && let Some(host) = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok())
-    {
+    // Who asks is judged by the header. HTTP/2 has it in the address, and where an address has one, that one counts.
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    if let Some(host) = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok()) {
         request.headers_mut().insert(header::HOST, host);
     }
     request.headers_mut().insert(CORRELATION_ID, id.clone());
     let told = id.to_str().unwrap_or_default().to_owned();
-    let mut response = error::CORRELATED.scope(told, answer(request, next)).await;
+    let mut response = error::CORRELATED.scope(told, answer(request, hosts, next)).await;
     let headers = response.headers_mut();
     headers.insert(CORRELATION_ID, id);
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
@@ -354,11 +358,13 @@ async fn frame(mut request: Request, next: Next) -> Response {
     response
 }
 
-async fn answer(request: Request, next: Next) -> Response {
+async fn answer(request: Request, hosts: usize, next: Next) -> Response {
     if request.extensions().get::<accept::ProbesOnly>().is_some() && !is_probe(&request) {
         auth::hear_out(request).await;
         let what = "this server has all the connections it bears, of this address or in all; try again soon";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "OVERLOADED", what).into_response()
+    } else if hosts > 1 {
+        Refusal::invalid("a request has one Host").into_response()
     } else if has_nul(&request) {
         // No text of ours has one, and only some databases could even be asked.
         Refusal::invalid("the address contains a NUL character (%00)").into_response()

@@ -193,15 +193,20 @@ impl BatchMessage {
         message.active_key = self.active_key;
         message.delay = self.delay.as_deref().map(parse_duration).transpose()?.unwrap_or(Duration::ZERO);
         message.deliver_before = self.deliver_before.as_deref().map(Timestamp::from_str).transpose()?;
-        for (name, value) in &self.headers {
-            if HeaderName::from_bytes(name.as_bytes()).is_err() || HeaderValue::from_bytes(value.as_bytes()).is_err() {
-                let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
-                return Err(format!("the header `{shown}` cannot be sent: its name or its value is none of a header"));
-            }
-        }
+        check_headers(&self.headers)?;
         message.headers = self.headers.into_iter().collect();
         Ok(message)
     }
+}
+
+/// Refuses what could never be sent as a header.
+pub fn check_headers(headers: &BTreeMap<String, String>) -> Result<(), String> {
+    let is_none = |(name, value): &(&String, &String)| {
+        HeaderName::from_bytes(name.as_bytes()).is_err() || HeaderValue::from_bytes(value.as_bytes()).is_err()
+    };
+    let Some((name, _)) = headers.iter().find(is_none) else { return Ok(()) };
+    let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+    Err(format!("the header `{shown}` cannot be sent: its name or its value is none of a header"))
 }
 
 #[derive(Serialize, ToSchema)]

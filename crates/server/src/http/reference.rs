@@ -28,7 +28,10 @@ const ALWAYS: [(&str, &str); 10] = [
     ("415", "`UNSUPPORTED_MEDIA_TYPE`"),
     ("422", "`INVALID_MESSAGE`: well-formed, but not acceptable"),
     ("500", "`INTERNAL`: the log says why"),
-    ("503", "`STORE_UNAVAILABLE`, `OVERLOADED`, `OUTCOME_UNKNOWN` or `SECRETS_KEY_MISSING`, with `Retry-After`"),
+    (
+        "503",
+        "`STORE_UNAVAILABLE`, `OVERLOADED`, `LOCKED`, `OUTCOME_UNKNOWN` or `SECRETS_KEY_MISSING`, with `Retry-After`",
+    ),
 ];
 
 fn operations(item: &mut PathItem) -> impl Iterator<Item = (&'static str, &mut Operation)> {

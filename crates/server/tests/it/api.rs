@@ -74,7 +74,12 @@ impl Server {
         Server::listening(command)
     }
 
-    fn listening(mut command: std::process::Command) -> Server {
+    fn listening(command: std::process::Command) -> Server {
+        Server::unless_it_dies(command).unwrap_or_else(|log| panic!("it does not listen: {log}"))
+    }
+
+    /// One that may end before it listens: then its log.
+    pub fn unless_it_dies(mut command: std::process::Command) -> Result<Server, String> {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();
         // Somebody must read it, or it blocks on a full pipe.
@@ -86,8 +91,17 @@ impl Server {
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let address = line.trim().rsplit_once("://").map(|(_, address)| address.to_owned());
-        let Some(address) = address else { panic!("no address in {line:?}: {}", log.join().unwrap()) };
-        Server { child, address, log: Some(log) }
+        let Some(address) = address else {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(log.join().unwrap());
+        };
+        Ok(Server { child, address, log: Some(log) })
+    }
+
+    /// Has it ended by itself?
+    pub fn is_gone(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     pub fn pid(&self) -> u32 {
@@ -174,12 +188,25 @@ fn send(mut stream: TcpStream, bytes: &[u8], cut: bool) -> Response {
 
 /// One request to whoever listens there, on a connection of its own.
 pub fn exchange(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
+    try_exchange(address, method, path, headers, body).unwrap_or_else(|error| panic!("{address}: {error}"))
+}
+
+/// The same to somebody who may not be there. Whoever hangs up without an answer has status 0.
+pub fn try_exchange(
+    address: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> std::io::Result<Response> {
     let mut head = format!("{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n");
     for (name, value) in headers {
         head.push_str(&format!("{name}: {value}\r\n"));
     }
     head.push_str(&format!("content-length: {}\r\n\r\n", body.len()));
-    send(connect(address), &[head.as_bytes(), body].concat(), false)
+    let stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    Ok(send(stream, &[head.as_bytes(), body].concat(), false))
 }
 
 fn parse(answer: &str) -> Response {

@@ -92,6 +92,19 @@ fn a_byte_order_mark_is_named() {
 }
 
 #[test]
+fn a_line_has_no_header_that_cannot_be_sent() {
+    let home = Home::sqlite();
+    home.run(&["migrate"]).done();
+    for headers in [json!({ "X-A": "a\0b" }), json!({ "X\0A": "a" }), json!({ "X A": "a" }), json!({ "X-A": "a\nb" })] {
+        home.write("lines", &format!("{}\n", json!({ "payload": 1, "headers": headers })));
+        home.run(&["enqueue", "log", "--ndjson", "lines"]).refused(2, &["line 1", "cannot be sent"]);
+    }
+    home.write("lines", "{\"payload\":1,\"headers\":{\"X-A\":\"a\"}}\n");
+    home.run(&["enqueue", "log", "--ndjson", "lines"]).done();
+    assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), 1);
+}
+
+#[test]
 fn keys_are_remembered_for_a_second_at_least() {
     let home = Home::sqlite();
     for ttl in ["0", "500ms", "999ms"] {

@@ -38,6 +38,11 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
             "it names the cause: {message}"
         );
 
+        // By its id it can be looked up, and its queue is the gateway's alone.
+        let queued = server.get(&format!("/v1/outbox/{id}")).answered(200).json();
+        assert_eq!((&queued["status"], &queued["correlation_id"]), (&json!("pending"), &answer["correlation_id"]));
+        server.post("/v1/outbox/memory", &[], "x").refused(409, "LANE_OWNED");
+
         let pending = "outbox_memory WHERE status = 'pending'";
         assert_eq!(home.number(&format!("SELECT COUNT(*) FROM {pending}")), 1);
         let why = home.text(&format!("SELECT last_error FROM {pending}"));
@@ -74,7 +79,7 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
         );
 
         memory.start_again(&home);
-        home.run(&["memory", "flush"]).done();
+        home.run(&["worker", "--lane", "memory", "--once"]).done();
         let mut contents = memory.contents();
         contents.sort();
         assert_eq!(contents, ["test", "with evidence"]);

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use postrider::store::{Filter, Shown, Status};
 use postrider::{LaneRules, Lanes, Outbox};
+use proving::history::{Enqueued, History, Limits, Rows, State};
+use proving::kit::Session;
 use proving::receiver::{Answer, Receiver};
 use rustix::process::Signal;
 use tokio::runtime::Runtime;
@@ -40,12 +42,6 @@ fn ended(runtime: &Runtime, home: &Home) -> HashMap<i64, Shown> {
     let page = runtime.block_on(outbox.list(filter)).unwrap();
     assert_eq!(page.next, None, "more than one page");
     page.items.into_iter().map(|shown| (shown.id, shown)).collect()
-}
-
-fn takeovers(runtime: &Runtime, home: &Home, id: i64) -> usize {
-    let outbox = runtime.block_on(Outbox::open(&url(home), lanes())).unwrap();
-    let (_, history) = runtime.block_on(outbox.show(id)).unwrap().unwrap();
-    history.iter().filter(|attempt| attempt.kind == "takeover").count()
 }
 
 fn live(home: &Home) -> u64 {
@@ -94,28 +90,15 @@ fn killed_paused_and_restarted(database: Database) {
         worker.ends_within(Duration::from_secs(30)).done();
     }
 
-    let rows = ended(&runtime, &home);
-    assert_eq!(rows.len(), MESSAGES, "every message is there once");
-    let received = receiver.by_message();
-    let mut duplicates = 0;
-    for (id, row) in &rows {
-        assert_eq!(row.status, Status::Sent, "{row:?}");
-        let requests = received.get(id).unwrap_or_else(|| panic!("message {id} is called sent and never arrived"));
-        let mut tokens: Vec<i64> = requests.iter().map(|r| r.token).collect();
-        tokens.dedup();
-        assert_eq!(tokens.len(), requests.len(), "one claim, one request: {requests:?}");
-        assert!(tokens.iter().all(|t| *t <= row.lease_token), "sent under a token after its end: {requests:?} {row:?}");
-        if requests.len() > 1 {
-            duplicates += 1;
-            let lost = takeovers(&runtime, &home, *id);
-            assert!(
-                lost + 1 >= requests.len(),
-                "message {id} was sent {} times, but its lease was lost only {lost} times",
-                requests.len()
-            );
-        }
-    }
-    println!("{duplicates} messages were sent more than once, each after a lost lease");
+    let rows = runtime.block_on(async { Rows::of_lane(&mut Session::to(&url(&home)).await, "fleet").await });
+    assert_eq!(rows.messages.len(), MESSAGES, "every message is there once");
+    assert!(rows.messages.iter().all(|row| row.state == State::Sent));
+    // Ids are given in the order of the lines.
+    let enqueued = rows.messages.iter().enumerate().map(|(n, row)| Enqueued::accepted(row.id, n.to_string())).collect();
+    let limits = Some(Limits { attempts: 8, crashes: 5 });
+    let judgement = History { enqueued, book: receiver.log(), rows, limits }.judge();
+    judgement.is_clean();
+    println!("{} messages were sent more than once, each after a lost lease", judgement.duplicates);
 }
 
 #[test]

@@ -138,6 +138,27 @@ fn verify_makes_an_outage_and_sees_it_end() {
     });
 }
 
+/// The specification's own entry, as make would run it.
+#[test]
+fn make_verify_unified_runs_the_same_check() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let would_run = |variables: &[(&str, &str)]| {
+        let mut make = std::process::Command::new("make");
+        // Not as part of the make that may be running this test: that one would also tell its directory.
+        make.args(["--dry-run", "verify-unified"]).current_dir(root);
+        for name in ["VERIFY_FULL", "MAKEFLAGS", "MAKELEVEL", "POSTGRES_DSN", "POSTRIDER_DATABASE"] {
+            make.env_remove(name);
+        }
+        let output = make.envs(variables.iter().copied()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+    };
+    let short = would_run(&[]);
+    assert!(short.ends_with("postrider verify") && short.contains("sqlite"), "{short}");
+    let full = would_run(&[("VERIFY_FULL", "1"), ("POSTGRES_DSN", "postgres://x/y")]);
+    assert!(full.ends_with("postrider verify --full") && !full.contains("sqlite"), "on that database: {full}");
+}
+
 #[test]
 fn verify_fails_at_each_step_that_is_broken() {
     on_every_database(verify_with_each_step_broken);

@@ -9,6 +9,7 @@ mod bad_input;
 mod beside;
 mod canaries;
 mod configuration;
+mod crash_points;
 mod dashboard;
 mod degrading;
 mod demo;

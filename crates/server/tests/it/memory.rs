@@ -463,6 +463,39 @@ fn a_refused_memory_dies_in_the_flush_with_an_alert_and_can_be_brought_back() {
 }
 
 #[test]
+fn a_memory_that_fails_too_often_is_given_up_with_an_alert() {
+    on_every_database(|home| {
+        let memory = OpenMemory::start(&home, &[]);
+        let pager = proving_receiver();
+        let more =
+            format!("[alerts]\nurl = \"{}\"\n[lane.memory]\nmax_attempts = 3\nbackoff_sec = [0.05]\n", pager.url);
+        configured(&home, &memory, &more);
+        home.run(&["migrate"]).done();
+        memory.told(json!({ "mode": "fail_writes", "status": 500 }));
+        let stored = home.run(&["memory", "store", "in vain", "--space", "team:a", "--json"]).done().json();
+        let id = assert_deferred(&stored);
+        let mut seen = Vec::new();
+        wait_until("it is given up", || {
+            home.run(&["worker", "--lane", "memory", "--once"]);
+            let shown = home.show(id);
+            seen.push((shown["attempts"].as_i64().unwrap(), shown["status"].as_str().unwrap().to_owned()));
+            shown["status"] == "dead"
+        });
+        let last = seen.pop().unwrap();
+        assert_eq!(last, (3, "dead".to_owned()), "at the third failure: {seen:?}");
+        assert!(seen.iter().all(|(failures, status)| *failures < 3 && status == "pending"), "and not before: {seen:?}");
+        let row = home.rows(&format!("SELECT status, retry_count FROM outbox_memory WHERE outbox_id = {id}")).remove(0);
+        assert_eq!(row, ["dead", "3"]);
+        assert!(memory.contents().is_empty());
+        let audit = "SELECT COUNT(*) FROM write_audit WHERE reason = ";
+        assert_eq!(home.number(&format!("{audit}'outbox_flush_retry' AND outbox_id = {id}")), 2);
+        assert_eq!(home.number(&format!("{audit}'outbox_flush_dead' AND outbox_id = {id}")), 1);
+        home.run(&["worker", "--lane", "alerts", "--once"]).done();
+        assert!(pager.requests().iter().any(|r| r.body.contains("dead_memories")), "somebody is told");
+    });
+}
+
+#[test]
 fn twins_meet_whatever_became_of_the_first() {
     on_every_database(|home| {
         let memory = OpenMemory::start(&home, &[]);

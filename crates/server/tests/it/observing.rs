@@ -3,9 +3,9 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::any_value::Value as Any;
@@ -80,10 +80,13 @@ fn http_lane(receiver: &Receiver, more: &str) -> String {
 fn a_worker_shows_its_numbers_with_their_labels() {
     let asked = Arc::new(AtomicUsize::new(0));
     let count = asked.clone();
-    // The first message is refused twice; the other goes through.
-    let receiver = Receiver::start(move |request| match request.body.as_str() {
-        "twice" if count.fetch_add(1, Ordering::SeqCst) < 2 => Some(503),
-        _ => Some(200),
+    // The first message is refused twice; the other goes through. Each takes its time.
+    let receiver = Receiver::start(move |request| {
+        std::thread::sleep(Duration::from_millis(120));
+        match request.body.as_str() {
+            "twice" if count.fetch_add(1, Ordering::SeqCst) < 2 => Some(503),
+            _ => Some(200),
+        }
     });
     let home = Home::sqlite();
     home.write("postrider.toml", &http_lane(&receiver, "backoff_sec = [0.05]\npoll_interval_sec = 0.05\n"));
@@ -111,6 +114,7 @@ fn a_worker_shows_its_numbers_with_their_labels() {
         let sum = value(&page, &format!("outbox_latency_ms_sum{{lane=\"work\",phase=\"{phase}\"}}"));
         let count = value(&page, &format!("outbox_latency_ms_count{{lane=\"work\",phase=\"{phase}\"}}"));
         assert!(count >= 3.0 && sum > 0.0 && sum / count < 60_000.0, "{phase}: {sum} in {count}");
+        assert!(phase != "send" || sum >= 4.0 * 120.0, "milliseconds: {sum} in {count}");
     }
     assert_eq!(exchange(&address, "GET", "/livez", &[], b"").status, 200);
     exchange(&address, "GET", "/v1/outbox", &[], b"").refused(404, "NOT_FOUND");
@@ -186,13 +190,14 @@ fn sha256(text: &str) -> String {
 fn every_outcome_of_an_order_is_one_line_with_its_fields() {
     let answers = Arc::new(AtomicUsize::new(0));
     let count = answers.clone();
-    let broker = Receiver::answering(move |_| match count.fetch_add(1, Ordering::SeqCst) {
-        0 => (500, String::new()),
-        1 => (
-            200,
-            r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":3,"ts":"2026-01-01T00:00:00Z"}]}"#.to_owned(),
-        ),
-        _ => (400, String::new()),
+    let filled = r#"{"status":"ok","order_ref":"b-1","fills":[{"px":10.5,"qty":3,"ts":"2026-01-01T00:00:00Z"}]}"#;
+    let broker = Receiver::answering(move |_| {
+        std::thread::sleep(Duration::from_millis(100));
+        match count.fetch_add(1, Ordering::SeqCst) {
+            0 => (500, String::new()),
+            1 => (200, filled.to_owned()),
+            _ => (400, String::new()),
+        }
     });
     let home = Home::sqlite();
     let config = format!(
@@ -205,24 +210,29 @@ fn every_outcome_of_an_order_is_one_line_with_its_fields() {
         |key: &str| home.run(&["orders", "place", "--key", key, "--payload", &order(3), "--json"]).done().json();
     let id = place("canary-key")["outbox_id"].clone();
     let work = || home.run(&["--log", "json", "worker", "--once", "--lane", "orders"]).stderr;
+    // In milliseconds, as long as the broker took at least.
+    let took = |fields: &Value| fields["latency_ms"].as_f64().is_some_and(|ms| (100.0..60_000.0).contains(&ms));
     let log = work();
     let retried = lines(&log, "will be tried again").remove(0);
+    assert_eq!(lines(&log, "will be tried again").len(), 1, "{log}");
     let fields = &retried["fields"];
     assert_eq!(retried["level"], "INFO", "{log}");
     assert_eq!((&fields["outbox_id"], &fields["lane"], &fields["adapter"]), (&id, &json!("orders"), &json!("http")));
     assert_eq!((&fields["status"], &fields["attempts"]), (&json!("pending"), &json!(1)));
     assert_eq!((&fields["reason_code"], &fields["outcome"]), (&json!("BROKER_5XX"), &json!("outbox_flush_retry")));
     assert_eq!(fields["idempotency_key"], sha256("canary-key"));
+    assert!(took(fields), "{fields}");
     let mut logs = log;
     wait_until("it is executed", || {
         logs.push_str(&work());
         home.show(id.as_i64().unwrap())["status"] == "sent"
     });
     let sent = lines(&logs, "sent").remove(0);
+    assert_eq!(lines(&logs, "sent").len(), 1, "{logs}");
     let fields = &sent["fields"];
     assert_eq!(sent["level"], "INFO", "{logs}");
     assert_eq!((&fields["outbox_id"], &fields["status"], &fields["attempts"]), (&id, &json!("sent"), &json!(2)));
-    assert!(fields["latency_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{fields}");
+    assert!(took(fields), "{fields}");
     assert_eq!((&fields["adapter"], &fields["idempotency_key"]), (&json!("http"), &json!(sha256("canary-key"))));
     let dead = place("canary-dead")["outbox_id"].clone();
     let log = work();
@@ -230,6 +240,8 @@ fn every_outcome_of_an_order_is_one_line_with_its_fields() {
     let fields = &line["fields"];
     assert_eq!((&line["level"], &fields["outbox_id"]), (&json!("WARN"), &dead), "{log}");
     assert_eq!((&fields["status"], &fields["reason_code"]), (&json!("dead"), &json!("BROKER_BAD_REQUEST")));
+    assert_eq!((&fields["attempts"], &fields["adapter"]), (&json!(1), &json!("http")), "{fields}");
+    assert!(fields["idempotency_key"] == sha256("canary-dead") && took(fields), "{fields}");
     logs.push_str(&log);
     assert!(!logs.contains("canary") && !logs.contains("AAPL"), "a key or an order is in the log: {logs}");
 }
@@ -295,8 +307,22 @@ fn the_variables_of_the_environment_do_what_they_are_named_for() {
     let held = home.number("SELECT COUNT(*) FROM outbox WHERE locked_by IS NOT NULL");
     assert!((2..=3).contains(&held), "{held} held by two slots and one at hand");
     let holder = home.text("SELECT MAX(locked_by) FROM outbox");
-    assert!(holder.contains(&format!(":{}:", worker.child.id())), "host, process, incarnation: {holder}");
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let named = format!("{host}:{}:", worker.child.id());
+    assert!(holder.starts_with(&named), "host, process, incarnation: {holder}");
     assert_eq!(hanging(), 2, "no more than two side by side");
+    drop(worker);
+
+    // A claim stamps all its rows with one time, and the lease of the file is too long for a renewal to change it.
+    home.execute("DELETE FROM outbox");
+    for _ in 0..6 {
+        home.enqueue(&["work", "--payload", "hangs", "--json"]);
+    }
+    let before = hanging();
+    let worker = Worker::start(&home, "log3", &["--lane", "work"], &[("OUTBOX_BATCH", "2")]);
+    wait_until("all are being sent", || hanging() == before + 6);
+    let sizes = home.rows("SELECT COUNT(*) FROM outbox WHERE locked_by IS NOT NULL GROUP BY locked_at");
+    assert!(sizes.iter().all(|size| size[0] == "1" || size[0] == "2"), "claimed two at a time: {sizes:?}");
     drop(worker);
 
     let place = ["orders", "place", "--key", "k", "--payload", &order(1), "--json"];
@@ -347,6 +373,75 @@ fn number(span: &Span, key: &str) -> f64 {
     }
 }
 
+fn word(span: &Span, key: &str) -> String {
+    let found = span.attributes.iter().find(|a| a.key == key).and_then(|a| a.value.clone()).and_then(|v| v.value);
+    match found {
+        Some(Any::StringValue(word)) => word,
+        other => panic!("{key}: {other:?}"),
+    }
+}
+
+fn spans_of(collector: &Receiver) -> Vec<Span> {
+    let requests = collector.requests();
+    let exported = requests.iter().map(|r| ExportTraceServiceRequest::decode(&*r.bytes).unwrap());
+    exported.flat_map(|e| e.resource_spans).flat_map(|r| r.scope_spans).flat_map(|s| s.spans).collect()
+}
+
+fn milliseconds(span: &Span) -> f64 {
+    (span.end_time_unix_nano - span.start_time_unix_nano) as f64 / 1e6
+}
+
+/// SQL that makes the rows written so take this long each.
+fn slowly(name: &str, written: &str, milliseconds: u32) -> String {
+    let seconds = f64::from(milliseconds) / 1000.0;
+    format!(
+        "CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep({seconds}); RETURN NEW; END $$;
+         CREATE TRIGGER {name} BEFORE {written} EXECUTE FUNCTION {name}()"
+    )
+}
+
+/// Whatever a delivery writes before the send and after the answer, and however long it takes: it is none of the send.
+#[test]
+fn broker_send_ends_with_the_answer_and_not_with_what_is_done_about_it() {
+    const SLOW: u32 = 1500;
+    let times: Arc<Mutex<Vec<(SystemTime, SystemTime)>>> = Arc::default();
+    let told = times.clone();
+    let broker = Receiver::answering(move |_| {
+        let came = SystemTime::now();
+        std::thread::sleep(Duration::from_millis(150));
+        told.lock().unwrap().push((came, SystemTime::now()));
+        (401, String::new())
+    });
+    let (collector, pager) = (Receiver::start(|_| Some(200)), Receiver::start(|_| Some(200)));
+    let home = Home::on(Database::postgres());
+    let config = format!(
+        "[orders]\nadapter = \"http\"\nurl = \"{}\"\nidempotency = \"none\"\n[alerts]\nurl = \"{}\"\n[telemetry]\notlp_endpoint = \"{}\"\n",
+        broker.url,
+        pager.url,
+        collector.url.trim_end_matches("/in")
+    );
+    home.write("postrider.toml", &config).run(&["migrate"]).done();
+    // That it begins is committed before the first byte; that our credentials are refused is told before the delivery ends.
+    let begins = "UPDATE ON outbox FOR EACH ROW WHEN (NEW.maybe_sent AND NOT OLD.maybe_sent)";
+    home.execute(&slowly("slow_begin", begins, SLOW));
+    home.execute(&slowly("slow_alert", "INSERT ON outbox_alerts FOR EACH ROW", SLOW));
+    home.run(&["orders", "place", "--key", "k", "--payload", &order(1)]).done();
+    home.run(&["worker", "--once", "--lane", "orders"]);
+    let spans = spans_of(&collector);
+    let of = |name: &str| spans.iter().find(|span| span.name == name).unwrap_or_else(|| panic!("no {name}: {spans:?}"));
+    let (process, send) = (of("outbox.process"), of("broker.send"));
+    let (whole, alone, rtt) = (milliseconds(process), milliseconds(send), number(send, "rtt_ms"));
+    let slow = f64::from(SLOW);
+    assert!(whole >= 2.0 * slow + 150.0, "{whole} ms: both writes are in the process");
+    assert!((150.0..slow).contains(&rtt) && (150.0..slow).contains(&alone), "{rtt} ms, and the span {alone} ms");
+    let nanos = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    let (came, answered) = times.lock().unwrap()[0];
+    assert!(send.start_time_unix_nano <= nanos(came) && nanos(answered) <= send.end_time_unix_nano, "{send:?}");
+    let late = |end: u64| end.saturating_sub(nanos(answered)) as f64 / 1e6;
+    assert!(late(send.end_time_unix_nano) < slow, "it ends {} ms after the answer", late(send.end_time_unix_nano));
+    assert!(late(process.end_time_unix_nano) >= slow, "{process:?}");
+}
+
 #[test]
 fn broker_send_is_the_send_alone_with_its_round_trip() {
     let broker = Receiver::answering(|_| {
@@ -369,16 +464,15 @@ fn broker_send_is_the_send_alone_with_its_round_trip() {
     server.post("/do/order", &headers, &order(1)).answered(201);
     wait_until("it is executed", || server.get("/do/order/k").json()["status"] == "ok");
     assert_eq!(server.stop().0, 0);
-    let requests = collector.requests();
-    let exported = requests.iter().map(|r| ExportTraceServiceRequest::decode(&*r.bytes).unwrap());
-    let spans: Vec<Span> =
-        exported.flat_map(|e| e.resource_spans).flat_map(|r| r.scope_spans).flat_map(|s| s.spans).collect();
+    let spans = spans_of(&collector);
     let of = |name: &str| spans.iter().filter(|span| span.name == name).collect::<Vec<_>>();
     let (process, send) = (of("outbox.process"), of("broker.send"));
     assert_eq!((process.len(), send.len()), (1, 1), "{spans:?}");
     let (process, send) = (process[0], send[0]);
     assert_eq!(send.parent_span_id, process.span_id);
-    let lasted = (send.end_time_unix_nano - send.start_time_unix_nano) as f64 / 1e6;
+    assert!(process.parent_span_id.is_empty(), "nobody asked for it in a trace of theirs: it is the root");
+    assert_eq!(word(send, "adapter"), "http");
+    let lasted = milliseconds(send);
     let rtt = number(send, "rtt_ms");
     assert!(rtt >= 150.0 && (lasted - rtt).abs() < 1.0, "{rtt} ms, and the span {lasted} ms");
     // The ledger is read before, and the outcome recorded after it.

@@ -251,8 +251,18 @@ fn http_config(url: &str, idempotency: &str) -> String {
 fn w_102_a_timeout_then_success() {
     on_every_database(|home| {
         let broker = broker(&[0]);
-        migrated(&home, &http_config(&broker.url, "key"));
+        migrated(&home, &http_config(&broker.url, "key").replace("[0.05]", "[2]"));
         place_by_hand(&home, "k", &order("1", ""));
+        let view = || home.text("SELECT status FROM outbox_orders");
+        let first = worker(&home);
+        wait_until("it has failed", || view() == "failed");
+        first.signal(Signal::TERM);
+        first.ends_within(Duration::from_secs(20));
+        let row = home.rows("SELECT attempts, last_error_code, locked_by FROM outbox_orders").remove(0);
+        assert_eq!(row, ["1", "BROKER_TIMEOUT", ""]);
+        assert_eq!(ledger(&home, "k")["status"], "in_progress");
+        wait_until("its backoff is over", || view() == "pending");
+        assert_eq!(broker.requests().len(), 1, "not before");
         let _worker = worker(&home);
         let entry = status_becomes(&home, "k", "succeeded");
         assert_eq!(entry["broker_ref"], "r-1");
@@ -364,6 +374,11 @@ fn the_recovery_table_row_by_row() {
             (&json!("ORDER_UNREADABLE"), &json!(1))
         );
         assert_eq!(broker.requests().len(), sent, "nothing was sent");
+        // Put right and placed anew, it is executed.
+        place_by_hand(&home, "mended", &order("1", ""));
+        status_becomes(&home, "mended", "succeeded");
+        assert_eq!(ledger(&home, "broken")["status"], "failed");
+        let sent = broker.requests().len();
 
         // The ledger cannot be written after the send: it is, once it can.
         drop(running);

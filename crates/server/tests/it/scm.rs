@@ -109,6 +109,8 @@ fn a_large_history_with_all_its_oddities_is_read_whole_and_once() {
         home.run(&["migrate"]).done();
         let first = sync(&home, &["git", text(&repo)]);
         assert_eq!((&first["seen"], &first["new"], &first["repo_id"]), (&json!(20_000), &json!(20_000), &json!(1)));
+        let told: Vec<&String> = first.as_object().unwrap().keys().collect();
+        assert!(told.iter().all(|name| !name.contains("outbox") && !name.contains("memor")), "{first}");
         assert_eq!(home.number("SELECT COUNT(*) FROM scm_git_commits"), 20_000);
         assert_eq!(home.number("SELECT COUNT(DISTINCT sha) FROM scm_git_commits"), 20_000);
         let merges = run(&repo, &["git", "rev-list", "--count", "--merges", "main"], b"");
@@ -441,6 +443,8 @@ struct GitlabState {
     /// Statuses for the next requests, before it answers well.
     statuses: Vec<u16>,
     token: Option<String>,
+    /// Diffs cannot be had.
+    no_diffs: bool,
     /// After the first page the one at this place is changed, in that minute.
     touch_after: Option<(usize, usize)>,
 }
@@ -488,6 +492,9 @@ fn gitlab_answer(state: &mut GitlabState, target: &str, token: Option<&str>) -> 
     let parameter = |name: &str| {
         query.split('&').find_map(|pair| pair.strip_prefix(&format!("{name}="))).map(|value| value.replace("%3A", ":"))
     };
+    if path.ends_with("/raw_diffs") && state.no_diffs {
+        return answer("500 Internal Server Error", "", r#"{"message":"as told"}"#);
+    }
     if path.ends_with("/raw_diffs") {
         return answer("200 OK", "", "diff --git a b\n");
     }
@@ -560,7 +567,16 @@ fn gitlab_is_read_page_by_page_and_waited_for() {
 
         // One was merged: it is read anew, and remembered anew.
         state.lock().unwrap().merge_requests[6] = merge_request(7, "merged", 400);
-        assert_eq!(sync(&["--diffs"]).done().json()["new"], 1);
+        // Its diff cannot be had: it is read all the same, and its diff stays to be fetched.
+        state.lock().unwrap().no_diffs = true;
+        let without = sync(&["--diffs"]);
+        assert_eq!(without.json()["new"], 1, "{without:?}");
+        let open = "SELECT COUNT(*) FROM scm_patch_blobs WHERE uri = ''";
+        assert_eq!(home.number(open), home.number("SELECT COUNT(*) FROM scm_patch_blobs"), "an empty URI for each");
+        assert_eq!(home.number("SELECT COUNT(*) FROM outbox WHERE lane = 'memory'"), 0, "and nothing of it is queued");
+        state.lock().unwrap().no_diffs = false;
+        home.run(&["scm", "materialize", "--token", "file:token"]).done();
+        assert_eq!(home.number(open), 0);
         assert_eq!(home.text("SELECT state FROM scm_merge_requests WHERE iid = 7"), "merged");
         assert_eq!(home.number("SELECT COUNT(*) FROM scm_merge_requests"), 250);
         assert_eq!(home.number("SELECT COUNT(*) FROM scm_patch_blobs WHERE uri LIKE '%/-/merge_requests/7.diff'"), 1);

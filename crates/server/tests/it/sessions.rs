@@ -140,6 +140,13 @@ fn what_a_proxy_passed_on_needs_a_token() {
         ("via", "1.1 proxy"),
         ("x-real-ip", "192.0.2.1"),
         ("cf-connecting-ip", "192.0.2.1"),
+        ("CF-Connecting-IPv6", "2001:db8::1"),
+        ("X_Forwarded_For", "192.0.2.1"),
+        ("Forwarded-For", "192.0.2.1"),
+        ("X-Original-URL", "/v1/outbox"),
+        ("X-Envoy-Original-Path", "/"),
+        ("Tailscale-User-Login", "ann@example.org"),
+        ("WL-Proxy-Client-IP", "192.0.2.1"),
     ];
     let bearer = format!("Bearer {token}");
     for header in proxied {
@@ -158,6 +165,28 @@ fn what_a_proxy_passed_on_needs_a_token() {
         server.request("GET", "/v1/outbox", &[header, ("cookie", &session)], b"").answered(200);
     }
     server.get("/v1/outbox").answered(200);
+}
+
+/// What a page of another site, or whoever stands between, could write to look like this machine.
+#[test]
+fn without_a_token_the_host_is_this_machine() {
+    let home = Home::sqlite();
+    let server = Server::start(&home, &["--no-workers"]);
+    let own = server.address.clone();
+    let ask = |target: &str, hosts: &[&str]| {
+        let hosts: String = hosts.iter().map(|host| format!("host: {host}\r\n")).collect();
+        server.raw(format!("GET {target} HTTP/1.1\r\n{hosts}connection: close\r\n\r\n").as_bytes())
+    };
+    for host in [own.as_str(), "localhost", "localhost:80", "127.0.0.1", "[::1]:1"] {
+        ask("/v1/outbox", &[host]).answered(200);
+    }
+    for host in ["evil.example", "localhost:80@evil.example", "localhost.evil.example", "127.0.0.1:80:80", "[::1].evil"]
+    {
+        ask("/v1/outbox", &[host]).refused(403, "FORBIDDEN");
+    }
+    ask("/v1/outbox", &[&own, "evil.example"]).refused(400, "INVALID_REQUEST");
+    ask("http://evil.example/v1/outbox", &[&own]).refused(403, "FORBIDDEN");
+    ask(&format!("http://{own}/v1/outbox"), &["evil.example"]).answered(200);
 }
 
 #[test]

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use proving::history::Deliveries;
+use proving::kit::Session;
 use serde_json::{Value, json};
 
 use crate::api::{Response, Server};
@@ -78,6 +80,39 @@ fn the_second_server_asks_for_the_key_of_the_first() {
         wait_until("its health is well", || second.get("/health").status == 200);
         post(&second, "/v1/subscriptions", wish(&receiver.url)).answered(201);
         assert_eq!((first.stop().0, second.stop().0), (0, 0));
+    });
+}
+
+/// A delivery does not wait until it happens to meet the one process that can sign it.
+#[test]
+fn whoever_has_no_key_takes_no_delivery() {
+    on_every_database(|home| {
+        home.write("postrider.toml", LOCAL);
+        let receiver = Receiver::start(|_| Some(200));
+        let first = Server::start(&home, &[]);
+        post(&first, "/v1/subscriptions", wish(&receiver.url)).answered(201);
+        let (other, url) = elsewhere(&home);
+        let second = Server::start_with(&other, &[], &[("POSTRIDER_DATABASE", &url)]);
+        wait_until("its health fails", || second.get("/health").status == 503);
+        for n in 0..20 {
+            post(&second, "/v1/events", json!({"event_type": "a", "payload": n})).answered(202);
+        }
+        wait_until("all are delivered", || receiver.requests().len() == 20);
+        let claimed = |server: &Server| {
+            let page = server.get("/metrics").body;
+            let of = |line: &str| line.starts_with("outbox_claimed_total{") && line.contains("lane=\"webhooks\"");
+            page.lines()
+                .filter(|line| of(line))
+                .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
+                .sum::<u64>()
+        };
+        assert_eq!((claimed(&first), claimed(&second)), (20, 0));
+        // Brought there, it takes its share without a restart.
+        std::fs::copy(home.path("postrider.key"), other.path("postrider.key")).unwrap();
+        assert_eq!(first.stop().0, 0);
+        post(&second, "/v1/events", json!({"event_type": "a", "payload": "last"})).answered(202);
+        wait_until("the last is delivered", || receiver.requests().len() == 21);
+        assert_eq!(second.stop().0, 0);
     });
 }
 
@@ -197,6 +232,13 @@ fn whoever_owns_nothing_may_serve() {
     home.execute(&format!("DROP OWNED BY {guest}; DROP ROLE {guest}"));
 }
 
+/// By the rows alone, whatever the servers say of themselves.
+fn judge_deliveries(home: &Home, url: &str) {
+    let url = home.database.url().unwrap_or(url);
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async { Deliveries::read(&mut Session::to(url).await).await }).judge().is_clean();
+}
+
 /// How long the storm goes on.
 fn storm() -> Duration {
     let secs = std::env::var("POSTRIDER_STORM_SEC").ok().and_then(|text| text.parse().ok());
@@ -296,6 +338,8 @@ fn whatever_is_asked_of_two_servers_every_delivery_ends() {
         let results = home.number("SELECT COUNT(*) FROM webhook_results");
         assert_eq!((live, results), (0, 0), "nothing is left behind");
         println!("{} events, {} calls, {dead} dead", published.len(), calls.load(Ordering::Relaxed));
+        home.run(&["doctor", "--json"]).done();
+        judge_deliveries(&home, &url);
         let logs = [first.stop(), second.stop()].map(|(code, log)| {
             assert_eq!(code, 0);
             log

@@ -43,6 +43,9 @@ fn only_the_lanes_and_shards_it_is_given() {
     let one = home.run(&["worker", "--once", "--lane", "a", "--shard", "1", "--json"]).done().json();
     let sent = one["lanes"]["a"]["sent"].as_u64().unwrap();
     assert!(sent > 0 && sent < 40 && one["lanes"].get("b").is_none(), "{one}");
+    let of_shard =
+        |table: &str| home.number(&format!("SELECT COUNT(*) FROM {table} WHERE lane = 'a' AND shard_id = 1"));
+    assert_eq!((of_shard("outbox_done") as u64, of_shard("outbox")), (sent, 0), "all of that shard, and no other's");
     home.run(&["worker", "--once", "--lane", "a"]).done();
     assert_eq!((home.stats("a")["sent"].clone(), home.stats("b")["sent"].clone()), (json!(40), json!(0)));
     home.run(&["worker", "--once", "--lane", "a", "--shard", "4"]).refused(2, &["no shard 4", "0 to 3"]);
