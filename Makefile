@@ -5,6 +5,7 @@ MAKEFLAGS += --no-print-directory
 BUILD := cargo test --locked --quiet --workspace --all-features --no-run
 WITH_DATABASES := cargo run --locked -q -p proving --bin with-databases --
 DENY := $(or $(shell command -v cargo-deny),target/tools/bin/cargo-deny)
+CARGO_MUTANTS := $(or $(shell command -v cargo-mutants),target/tools/bin/cargo-mutants)
 
 .PHONY: help
 help: ## Show this list
@@ -57,9 +58,27 @@ bench: ## Measure all three databases; figures go to target/bench/; MESSAGES=50 
 bench-against: ## Measure this against another revision, in turns: REV=main BENCH=drain PAIRS=10 DATABASE=all MESSAGES=…
 	@REV='$(REV)' BENCH='$(BENCH)' PAIRS='$(PAIRS)' DATABASE='$(DATABASE)' MESSAGES='$(MESSAGES)' scripts/bench-against.sh
 
+.PHONY: simulate
+simulate: ## Run the simulator over SEEDS=1000 seeds from FIRST=0 on, for at most LIMIT_SEC; STORY=seed tells what happens in one
+	cargo build --locked --release -p simulator
+	target/release/simulate $(if $(STORY),--story $(STORY),--first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000) $(if $(LIMIT_SEC),--seconds $(LIMIT_SEC)))
+
 .PHONY: mutants
 mutants: ## Plant every seeded bug in a copy of the tree and see its test find it; MUTANTS="name…" only those
 	$(WITH_DATABASES) cargo run --locked -q -p proving --bin mutants -- $(MUTANTS)
+
+.PHONY: mutants-some
+mutants-some: ## Three of the seeded bugs, chosen by the commit
+	$(WITH_DATABASES) cargo run --locked -q -p proving --bin mutants -- --pick 3 $(shell git rev-parse HEAD)
+
+.PHONY: cargo-mutants
+cargo-mutants: $(CARGO_MUTANTS) ## Change the pure functions in every way cargo-mutants knows; FILES="crates/outbox/src/lease.rs …" only those
+	CARGO_TARGET_DIR=$(CURDIR)/target/mutants/target $(CARGO_MUTANTS) mutants --output target $(foreach file,$(FILES),--file $(file))
+
+.PHONY: sweep
+sweep: ## Do every wrong to every message between us and a database, and see whether answers stay honest; ONLY=word for some
+	POSTRIDER_SWEEP=all POSTRIDER_SWEEP_ONLY='$(ONLY)' $(WITH_DATABASES) \
+		cargo test --locked -p proving -p postrider-webhooks -p postrider-orders --test it -- --ignored sweep:: --nocapture
 
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
@@ -91,3 +110,6 @@ ci: lint test api receivers mcp ## Everything CI runs
 # Once per clone, and unoptimised: building the tool takes far longer than its work.
 target/tools/bin/cargo-deny:
 	CARGO_PROFILE_DEV_DEBUG=0 cargo install cargo-deny --version 0.20.2 --locked --quiet --debug --root target/tools
+
+target/tools/bin/cargo-mutants:
+	CARGO_PROFILE_DEV_DEBUG=0 cargo install cargo-mutants --version 27.1.0 --locked --quiet --debug --root target/tools
