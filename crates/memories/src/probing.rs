@@ -60,18 +60,15 @@ impl Memories {
             }
         };
         let tried = match &failing.known {
-            Some(known) => self.add(known, None).await.map(drop),
-            None => match self.try_writing().await {
-                Ok(true) => Ok(()),
-                Ok(false) => return failing.just_now.then(|| format!("the last write failed: {}", failing.reason)),
-                Err(fault) => Err(fault),
-            },
+            Some(known) => self.try_again(known).await,
+            None => self.try_writing().await,
         };
         match tried {
-            Ok(()) => {
+            Ok(true) => {
                 self.health().cleared = failing.audit_id;
                 None
             }
+            Ok(false) => failing.just_now.then(|| format!("the last write failed: {}", failing.reason)),
             Err(fault) if fault.blame == Blame::Limit => None,
             Err(fault) => Some(format!("it answers, but takes nothing: {} {}", fault.code, fault.message)),
         }
@@ -79,6 +76,18 @@ impl Memories {
 }
 
 impl Memories {
+    /// Writes what the service has. If it takes that for something new, it is taken out again.
+    async fn try_again(&self, known: &Note) -> std::result::Result<bool, Fault> {
+        if self.0.upstream.ping().await? == Dialect::Py {
+            return Ok(false);
+        }
+        let written = self.add(known, None).await?;
+        if !written.deduplicated {
+            self.0.upstream.forget(&written.memory_id).await?;
+        }
+        Ok(true)
+    }
+
     /// Writes a trial and takes it out again; `false`: this service cannot take anything out.
     async fn try_writing(&self) -> std::result::Result<bool, Fault> {
         if self.0.upstream.ping().await? == Dialect::Py {

@@ -20,10 +20,10 @@ use crate::memory::OpenMemory;
 use crate::receiver::{Receiver, Request};
 use crate::scratch::Database;
 
-const ORDER: &str = r#"{"instrument":"AAPL","side":"BUY","qty":"1","price":"10.5","time_in_force":"IOC"}"#;
+const ORDER: &str = r#"{"instrument":"AAPL","side":"BUY","qty":1,"price":10.5,"time_in_force":"IOC"}"#;
 const LEASE: Duration = Duration::from_secs(2);
 
-/// Answers 500 to a body that holds a word that is not well yet.
+/// Answers 500 to a body that holds a word that is not well yet, except to who is always well.
 #[derive(Clone, Default)]
 struct Sick(Arc<Mutex<HashSet<String>>>);
 
@@ -38,6 +38,7 @@ impl Sick {
 
     fn answer(&self, request: &Request) -> Option<u16> {
         let sick = self.0.lock().unwrap().iter().any(|word| request.body.contains(word));
+        let sick = sick && !request.path.ends_with("/well");
         Some(if sick { 500 } else { 200 })
     }
 }
@@ -164,7 +165,7 @@ impl Story {
         let subscription = format!("/v1/subscriptions/{}", self.well);
         self.post(&format!("{subscription}/pause"), "", &json!({}), &[200]);
         let waiting = self.publish("b.happened", &format!("waiting-{n};"));
-        self.post(&format!("{subscription}/rotate-secret"), "", &json!({"overlap": "1h"}), &[200]);
+        self.post(&format!("{subscription}/rotate-secret"), "", &json!({"overlap": "1s"}), &[200]);
         let change = json!({"description": format!("round {n}"), "max_in_flight": 3 + n % 2}).to_string();
         self.ask("PATCH", &subscription, "", &change, &[200]);
         self.post(&format!("{subscription}/resume"), "", &json!({}), &[200]);
@@ -205,7 +206,7 @@ impl Story {
         let (good, bad) = (arrived(&format!("good-{n};")), arrived(&format!("bad-{n};")));
         assert!((1..=2).contains(&good) && (3..=4).contains(&bad), "{good} and {bad} requests");
         let (ailing, waiting) = (arrived(&format!("ailing-{n};")), arrived(&format!("waiting-{n};")));
-        assert!((6..=7).contains(&ailing) || (4..=5).contains(&ailing), "{ailing} requests");
+        assert!((4..=5).contains(&ailing), "{ailing} requests");
         assert!((1..=2).contains(&waiting), "{waiting} requests");
         let executions = format!("SELECT COUNT(*) FROM paper_executions WHERE idempotency_key = 'order-{n}'");
         assert_eq!(self.home.number(&executions), 1, "the order is executed once");
@@ -250,7 +251,7 @@ fn dies_at_every_commit(database: Database, which: usize) {
     let chosen: Vec<&str> =
         places.iter().copied().enumerate().filter(|(i, _)| all || i % 9 == which).map(|p| p.1).collect();
     for (i, place) in chosen.iter().enumerate() {
-        println!("{place}");
+        println!("{i} {place}");
         story.start(&[("POSTRIDER_FAILPOINT", place)]);
         let before = story.server.as_ref().unwrap().pid();
         story.round(i + 1);

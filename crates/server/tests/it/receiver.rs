@@ -2,10 +2,12 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 #[derive(Clone, Debug, Default)]
 pub struct Request {
+    pub path: String,
     pub headers: Vec<(String, String)>,
     pub body: String,
     /// The body as it came, for what is no text.
@@ -23,10 +25,17 @@ pub struct Receiver {
     requests: Arc<Mutex<Vec<Request>>>,
 }
 
-/// A port nobody listens on, and the URL of whoever will.
+/// A port nobody listens on, and the URL of whoever will. It is none of those the system hands out by itself, so that nobody
+/// gets it meanwhile, and nobody who connects in vain is connected to himself.
 pub fn free_port() -> (u16, String) {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    (port, format!("http://127.0.0.1:{port}/in"))
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let n = std::process::id().wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        let port = 20_000 + (n % 10_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return (port, format!("http://127.0.0.1:{port}/in"));
+        }
+    }
 }
 
 impl Receiver {
@@ -73,7 +82,9 @@ fn serve(
         let mut request = Request::default();
         let mut line = String::new();
         while reader.read_line(&mut line).ok()? > 0 && !line.trim().is_empty() {
-            if let Some((name, value)) = line.split_once(": ") {
+            if let Some(rest) = line.strip_prefix("POST ") {
+                request.path = rest.split(' ').next().unwrap_or_default().to_owned();
+            } else if let Some((name, value)) = line.split_once(": ") {
                 request.headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
             }
             line.clear();
