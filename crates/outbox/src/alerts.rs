@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
+use crate::clock::Tick;
 use crate::error::Result;
 use crate::message::{Message, NewMessage};
 use crate::outbox::Outbox;
@@ -122,11 +123,13 @@ pub struct Alerts {
     outbox: Outbox,
     lane: Arc<str>,
     every: Duration,
+    begun: Tick,
 }
 
 impl Alerts {
+    /// From now on somebody watches: the first look, whenever it comes, tells of what has died since.
     pub fn new(outbox: Outbox, lane: impl Into<Arc<str>>, every: Duration) -> Self {
-        Alerts { outbox: outbox.owning(OWNER), lane: lane.into(), every }
+        Alerts { outbox: outbox.owning(OWNER), lane: lane.into(), every, begun: Tick::now() }
     }
 
     /// Raises an alert in the given transaction; `false` if one like it went out within `every`, and it was only counted.
@@ -237,16 +240,20 @@ impl Alerts {
 
     async fn count_the_dead(&self, tx: &mut (dyn Tx + Send), lane: &str) -> Result<bool> {
         let standing = self.lock(tx, kind::DEAD_MESSAGES, lane).await?;
-        let (since, recent) = seen(tx, lane).await?;
-        // The first look only notes where it begins: what died before anybody watched is history.
-        let from = since.unwrap_or(standing.now);
+        let (since, mut recent) = seen(tx, lane).await?;
+        let from = since.unwrap_or_else(|| {
+            // What died before anybody watched is history.
+            let begun = standing.now.micros() - micros_of(Tick::now().since(self.begun));
+            recent.floor = begun;
+            Timestamp::from_micros(begun)
+        });
         let read = deaths(tx, lane, from, &recent).await?;
         let (new, until, recent) = recent.tell(&read, standing.now);
         let recent = serde_json::to_string(&recent).unwrap_or_default();
         let sql = "UPDATE outbox_alerts SET seen_until = ?, recent_json = ? WHERE kind = ? AND subject = ?";
         tx.execute(sql, &[until.into(), recent.into(), kind::DEAD_MESSAGES.into(), lane.into()]).await?;
         let count = new.len() as i64;
-        if since.is_none() || (count == 0 && !self.was_only_counted(&standing)) {
+        if count == 0 && !self.was_only_counted(&standing) {
             return Ok(false);
         }
         let last = new.last();

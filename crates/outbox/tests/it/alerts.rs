@@ -11,6 +11,7 @@ use crate::harness::{Database, on_every_store, secs};
 
 on_every_store!(
     the_dead_are_told_once_and_counted,
+    what_dies_before_the_first_look_is_told,
     a_lane_that_waits_too_long_is_told_and_its_end_too,
     an_alert_goes_with_its_transaction,
     several_look_and_one_tells,
@@ -38,9 +39,10 @@ async fn look(db: &Database, alerts: &Alerts) -> usize {
 }
 
 async fn the_dead_are_told_once_and_counted(db: Database) {
-    let alerts = alerts(&db);
     db.put_dead(NewMessage::new("a", "long ago")).await;
-    assert_eq!(look(&db, &alerts).await, 0, "what died before anybody looked is history");
+    db.advance(secs(1));
+    let alerts = alerts(&db);
+    assert_eq!(look(&db, &alerts).await, 0, "what died before anybody watched is history");
     assert_eq!(look(&db, &alerts).await, 0);
     let id = db.put_dead(NewMessage::new("a", "x")).await;
     assert_eq!(look(&db, &alerts).await, 1);
@@ -64,6 +66,18 @@ async fn the_dead_are_told_once_and_counted(db: Database) {
     assert_eq!((&last["subject"], &last["suppressed"]), (&json!("a"), &json!(3)), "{last}");
     db.advance(secs(300));
     assert_eq!(look(&db, &alerts).await, 3, "nothing new, nothing told");
+}
+
+/// Workers begin with the watch: what they bury at once must not pass for history.
+async fn what_dies_before_the_first_look_is_told(db: Database) {
+    db.put_dead(NewMessage::new("a", "long ago")).await;
+    db.advance(secs(1));
+    let alerts = alerts(&db);
+    let id = db.put_dead(NewMessage::new("a", "x")).await;
+    alerts.look_for_the_dead().await.unwrap();
+    let told = told(&db).await;
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!((&told[0]["count"], &told[0]["details"]["last_id"]), (&json!(1), &json!(id)));
 }
 
 async fn a_lane_that_waits_too_long_is_told_and_its_end_too(db: Database) {

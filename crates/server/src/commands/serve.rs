@@ -56,6 +56,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     database::warn(config);
     let (stop, stopped) = watch::channel(false);
     let stopping = |mut stopped: watch::Receiver<bool>| async move { drop(stopped.wait_for(|stop| *stop).await) };
+    // Before the workers: what dies from now on is told.
+    let alerting = alerts::watch(config, &outbox);
     let workers = if config.enabled && !args.no_workers {
         let lanes: Vec<_> = config.lanes.iter().map(|(name, lane)| (name.as_str(), lane)).collect();
         let worker = build(config, &outbox, &parts, &lanes, output, traces.as_ref()).await?;
@@ -76,7 +78,6 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     let sampling = app.live.start(stopped.clone());
     let examining = app.doctor.start(config.doctor_every, stopped.clone());
     let writing = writes::watch(&outbox, stopped.clone());
-    let watch = alerts::watch(config, &outbox);
     tokio::spawn(async move {
         signal.await;
         let _ = stop.send(true);
@@ -97,8 +98,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
     if let Some(tending) = tending {
         let _ = tending.await;
     }
-    if let Some(watch) = watch {
-        watch.abort();
+    if let Some(alerting) = alerting {
+        alerting.abort();
     }
     if let Some(traces) = traces {
         traces.end().await;

@@ -57,7 +57,6 @@ fn run(guarded: &[&str], allowed: &str) -> Vec<&'static str> {
         items.iter().filter_map(|item| Some(item["last_error_code"].as_str()?.to_owned())).collect()
     };
     wait_until("the message is dead", || server.get(&format!("/v1/outbox/{id}")).json()["status"] == "dead");
-    eprintln!("guarded: {guarded:?}");
     wait_until("an alert and an order were tried", || !codes("alerts").is_empty() && !codes("orders").is_empty());
     for lane in ["work", "alerts"] {
         let forbidden = allowed.is_empty() && guarded.iter().any(|section| section.trim_start_matches("lane.") == lane);
