@@ -56,7 +56,9 @@ pub struct Begin {
 }
 
 impl Begin {
-    pub(crate) fn new(outbox: Outbox, owner: String, lease: Lease) -> Self {
+    /// For those who drive a courier themselves, as simulators do.
+    #[doc(hidden)]
+    pub fn new(outbox: Outbox, owner: String, lease: Lease) -> Self {
         Begin { outbox, owner, lease, begun: Arc::default() }
     }
 
@@ -79,7 +81,9 @@ impl Begin {
         commit.await.unwrap_or_else(|e| Err(Error::database(e.to_string()).unknown()))
     }
 
-    pub(crate) fn was_committed(&self) -> bool {
+    /// It was, or may have been.
+    #[doc(hidden)]
+    pub fn was_committed(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
     }
 }

@@ -87,7 +87,7 @@ impl World {
         } else if reply == Reply::LostBefore {
             (failed(&command, &lost()), SECOND)
         } else {
-            let applied = self.execute(process, &owner, command).await;
+            let applied = self.execute(process, life, &owner, command).await;
             if let (Reply::LostAfter, Event::Claimed { result: Ok(claimed), .. }) = (reply, &applied) {
                 self.lost_claims.extend(claimed.messages.iter().map(|message| (message.id, owner.clone())));
             }
@@ -118,8 +118,8 @@ impl World {
     }
 
     /// Runs a store operation now, as the connection of a worker that may be dead by the time of the answer.
-    async fn execute(&mut self, process: usize, owner: &str, command: Command) -> Event {
-        let store = self.processes[process].store.clone();
+    async fn execute(&mut self, process: usize, life: u64, owner: &str, command: Command) -> Event {
+        let store = self.processes[process].store_of(life);
         let lane_of = |world: &World, lane: usize| world.processes[process].plan.lanes[lane];
         match command {
             Command::Claim { op, claim } => {
@@ -211,7 +211,7 @@ impl World {
     fn check_kept(&mut self, kind: LaneKind, verdict: &Verdict, id: i64) {
         let Some(known) = self.checker.known.get(&id) else { return };
         let spent = known.row.attempts + 1 >= self.plan.lane(kind).max_attempts;
-        if kind == LaneKind::Begun && matches!(verdict, Verdict::Retry { .. }) && spent {
+        if kind.keeps_unresolved() && matches!(verdict, Verdict::Retry { .. }) && spent {
             self.mark("kept although its attempts are over");
         }
     }

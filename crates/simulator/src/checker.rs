@@ -75,6 +75,15 @@ pub enum Step<'a> {
         answers: &'a [Requeued],
     },
     Prune,
+    /// An order is on its way: *send begun* may be committed and taken back.
+    Order {
+        owner: &'a str,
+        lease: Lease,
+    },
+    /// A person ends an order.
+    ByHand {
+        id: i64,
+    },
     /// A part goes on: it may enqueue, and have what waits come earlier.
     Part,
 }
@@ -221,6 +230,7 @@ impl Checker {
             Step::Renew { owner, leases, lease, answers } => self.renew(locks, owner, leases, *lease, answers, &by_id),
             Step::Defer { owner, leases, how, answers } => self.defer(locks, owner, leases, how, answers, &by_id),
             Step::Begin { owner, lease, held } => self.begin(owner, *lease, *held, &by_id),
+            Step::Order { owner, lease } => self.order(owner, *lease, &by_id),
             other => self.operate(other, &by_id),
         }
         self.check_listeners(listened, heard);
@@ -286,7 +296,7 @@ impl Checker {
                 }
             }
             (Kind::Done, Some((token, _, end))) => {
-                let settled = matches!(step, Step::Settle { .. });
+                let settled = matches!(step, Step::Settle { .. } | Step::ByHand { .. });
                 if !settled || change.token != *token || end.is_some() {
                     self.wrong(format!(
                         "P6: message {id} ended under token {}, at {token}, after {end:?}",
@@ -302,7 +312,7 @@ impl Checker {
                 }
             }
             (Kind::Delete, Some(_)) => {
-                if !matches!(step, Step::Settle { .. } | Step::Rollback { .. }) {
+                if !matches!(step, Step::Settle { .. } | Step::Rollback { .. } | Step::ByHand { .. }) {
                     self.wrong(format!("P1: message {id} was deleted"));
                 }
             }

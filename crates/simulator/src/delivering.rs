@@ -63,7 +63,9 @@ impl World {
             self.under_way.get(&(process, life)).into_iter().flat_map(|all| all.values()).cloned().collect();
         let same_lane = |other: &&Message| other.lane == message.lane && other.id != id;
         let share = (self.processes[process].plan.concurrency / 4).max(1);
-        if others.iter().filter(same_lane).filter(|other| other.target == message.target).count() >= share {
+        let to_target = others.iter().filter(same_lane).filter(|other| other.target == message.target).count();
+        // Whatever their instrument, orders go to one broker.
+        if to_target >= share && !kind.is_orders() {
             let target = message.target.clone();
             self.violation(format!("{owner} has more than {share} under way to {target:?} on {}", kind.name()));
         }
@@ -152,7 +154,7 @@ impl World {
     }
 
     /// A request on its way arrives even if its sender is gone.
-    pub async fn arrive(&mut self, delivery: Delivery) {
+    pub async fn arrive(&mut self, mut delivery: Delivery) {
         let (id, token) = (delivery.message.id, delivery.message.lease_token);
         let (process, life) = (delivery.process, delivery.life);
         let n = self.planned.get(&id).copied();
@@ -167,6 +169,10 @@ impl World {
         }
         let (outcome, accepted, after) = match delivery.kind {
             LaneKind::Webhooks => match self.arrive_job(&delivery).await {
+                Some(outcome) => outcome,
+                None => return,
+            },
+            LaneKind::KeyedOrders | LaneKind::Orders => match self.arrive_order(&mut delivery).await {
                 Some(outcome) => outcome,
                 None => return,
             },
@@ -226,8 +232,7 @@ impl World {
 
     /// Why it ended, held against what happened to it.
     fn check_end(&mut self, id: i64, end: &End) {
-        let Some(known) = self.checker.known.get(&id).filter(|known| known.lane != LaneKind::Webhooks.name()).cloned()
-        else {
+        let Some(known) = self.checker.known.get(&id).filter(|known| !LaneKind::is_parts(&known.lane)).cloned() else {
             return;
         };
         let planned = self.planned.get(&id).and_then(|n| self.plan.messages.iter().find(|m| m.n == *n)).cloned();
@@ -295,7 +300,7 @@ impl World {
             }
         }
         let mut copies: std::collections::BTreeMap<usize, Vec<i64>> = Default::default();
-        for (id, _) in self.checker.known.iter().filter(|(_, known)| known.lane != LaneKind::Webhooks.name()) {
+        for (id, _) in self.checker.known.iter().filter(|(_, known)| !LaneKind::is_parts(&known.lane)) {
             copies.entry(self.planned.get(id).copied().unwrap_or(usize::MAX)).or_default().push(*id);
         }
         for (n, ids) in copies.into_iter().filter(|(_, ids)| ids.len() != 1) {

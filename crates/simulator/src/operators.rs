@@ -20,7 +20,7 @@ const SEIZED_FOR: Duration = Duration::from_secs(20);
 impl World {
     /// Some live messages that nobody has locked; operators leave to a part what is its own.
     fn pick(&self, rng: &mut fastrand::Rng, most: usize, owned: bool) -> Vec<i64> {
-        let may = |known: &Known| known.live && !known.hidden && (owned || known.lane != LaneKind::Webhooks.name());
+        let may = |known: &Known| known.live && !known.hidden && (owned || !LaneKind::is_parts(&known.lane));
         let live = self.checker.known.iter().filter(|(id, known)| may(known) && !self.locks.any(**id));
         let live: Vec<i64> = live.map(|(id, _)| *id).collect();
         let mut picked: Vec<i64> = rng.choose_multiple(live.iter(), most).into_iter().copied().collect();
@@ -85,14 +85,14 @@ impl World {
     async fn requeue(&mut self, rng: &mut fastrand::Rng) {
         let again = |id: &i64| !self.requeued.contains(id);
         let dead: Vec<i64> = (self.checker.known.iter())
-            .filter(|(_, known)| matches!(known.end, Some(End::Dead(_))))
+            .filter(|(_, known)| matches!(known.end, Some(End::Dead(_))) && !LaneKind::is_parts(&known.lane))
             .map(|(id, _)| *id)
             .filter(again)
             .collect();
         let mut ids: Vec<i64> = rng.choose_multiple(dead.iter(), 4).into_iter().copied().collect();
         // And one that is not dead, most likely.
         let other = self.checker.known.iter().nth(rng.usize(0..self.checker.known.len().max(1)));
-        ids.extend(other.filter(|(_, known)| known.lane != LaneKind::Webhooks.name()).map(|(id, _)| *id));
+        ids.extend(other.filter(|(_, known)| !LaneKind::is_parts(&known.lane)).map(|(id, _)| *id));
         ids.sort_unstable();
         ids.dedup();
         if ids.is_empty() {
@@ -173,7 +173,7 @@ impl World {
 
     async fn prune(&mut self, rng: &mut fastrand::Rng) {
         let lanes: Vec<LaneKind> =
-            self.plan.lanes.iter().map(|lane| lane.kind).filter(|kind| *kind != LaneKind::Webhooks).collect();
+            self.plan.lanes.iter().map(|lane| lane.kind).filter(|kind| !LaneKind::is_parts(kind.name())).collect();
         let lane = Some(lanes[rng.usize(0..lanes.len())].name().to_owned());
         let older_than = Duration::from_millis(rng.u64(0..5_000));
         let pruned = self.outbox.prune(Prune { lane, older_than, limit: 50, dry_run: false }).await.expect("a prune");

@@ -1,4 +1,5 @@
 //! The parts of the product that live in the world beside the worker: their real decisions and their real SQL.
 
+pub mod orders;
 pub mod sagas;
 pub mod webhooks;

@@ -28,6 +28,10 @@ pub enum LaneKind {
     Brief,
     /// The jobs of webhooks: their part makes them, hears of their ends, and keeps what has ended itself.
     Webhooks,
+    /// Orders to a broker that takes a key once.
+    KeyedOrders,
+    /// Orders to one that does not: *send begun* is committed first.
+    Orders,
 }
 
 impl LaneKind {
@@ -43,7 +47,27 @@ impl LaneKind {
             LaneKind::Begun => "begun",
             LaneKind::Brief => "brief",
             LaneKind::Webhooks => postrider_webhooks::LANE,
+            LaneKind::KeyedOrders | LaneKind::Orders => postrider_orders::LANE,
         }
+    }
+
+    pub fn is_orders(self) -> bool {
+        matches!(self, LaneKind::KeyedOrders | LaneKind::Orders)
+    }
+
+    /// *Send begun* is committed before the first byte.
+    pub fn commits_begun(self) -> bool {
+        matches!(self, LaneKind::Begun | LaneKind::Orders)
+    }
+
+    /// What may have been sent is never given up.
+    pub fn keeps_unresolved(self) -> bool {
+        self == LaneKind::Begun || self.is_orders()
+    }
+
+    /// A part makes and ends what is on this lane.
+    pub fn is_parts(lane: &str) -> bool {
+        [postrider_webhooks::LANE, postrider_orders::LANE].contains(&lane)
     }
 }
 
@@ -163,6 +187,13 @@ pub struct EventPlan {
     pub keyed: bool,
 }
 
+/// An order, placed until somebody says that it is.
+#[derive(Clone, Debug)]
+pub struct OrderPlan {
+    pub n: usize,
+    pub at: u64,
+}
+
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub seed: u64,
@@ -172,6 +203,9 @@ pub struct Plan {
     pub incidents: Vec<Incident>,
     pub subscriptions: Vec<SubscriptionPlan>,
     pub events: Vec<EventPlan>,
+    pub orders: Vec<OrderPlan>,
+    /// A broker that takes no keys can be asked what became of one.
+    pub look_up: bool,
     /// Until when things go wrong, in seconds.
     pub trouble_sec: u64,
     /// Chance of a fault per store operation and per delivery.
@@ -192,7 +226,8 @@ impl Plan {
         rng.shuffle(&mut kinds);
         kinds.truncate(if big { 5 } else { rng.usize(1..4) });
         let webhooks = seed % 3 == 2;
-        if webhooks {
+        let orders = seed % 6 == 1;
+        if webhooks || orders {
             kinds.truncate(2);
         }
         let mut lanes: Vec<LanePlan> = kinds
@@ -207,6 +242,11 @@ impl Plan {
             kinds.push(LaneKind::Webhooks);
             lanes.push(LanePlan { kind: LaneKind::Webhooks, shards: 1, max_attempts: 1 });
         }
+        if orders {
+            let kind = if rng.u8(0..3) == 0 { LaneKind::KeyedOrders } else { LaneKind::Orders };
+            kinds.push(kind);
+            lanes.push(LanePlan { kind, shards: 1, max_attempts: rng.u32(2..8) });
+        }
         let trouble_sec = rng.u64(20..90);
         let fault = if calm { 0.0 } else { 0.02 + rng.f64() * 0.23 };
         let processes: Vec<ProcessPlan> = (0..rng.usize(1..5)).map(|n| process(n, &kinds, &mut rng)).collect();
@@ -217,6 +257,8 @@ impl Plan {
             incidents: vec![],
             subscriptions: vec![],
             events: vec![],
+            orders: vec![],
+            look_up: false,
             trouble_sec,
             fault,
             uneven: calm && rng.bool(),
@@ -226,6 +268,11 @@ impl Plan {
         plan.messages = messages(&plan, big, &mut rng);
         if webhooks {
             events(&mut plan, &mut rng);
+        }
+        if orders {
+            let end = plan.trouble_sec * SECOND;
+            plan.orders = (0..rng.usize(5..60)).map(|n| OrderPlan { n, at: rng.u64(SECOND..end) }).collect();
+            plan.look_up = rng.bool();
         }
         if !calm {
             plan.incidents = incidents(&plan, &mut rng);
@@ -250,12 +297,14 @@ impl Plan {
         let backoff = LONGEST_BACKOFF.mul_f64(1.0 + JITTER);
         // What is too much for one target comes back at 50 a second, and suspects have a tenth of the time.
         let jobs = self.events.len() * self.subscriptions.len();
-        let backlog = Duration::from_millis(60) * (self.messages.len() + jobs) as u32;
+        let backlog = Duration::from_millis(60) * (self.messages.len() + jobs + self.orders.len()) as u32;
         // A receiver that has only failed lately is left alone for a while, then tried with a few; a limited one takes its time.
         let slowest = self.subscriptions.iter().filter_map(|s| s.rate_per_sec).fold(f64::INFINITY, f64::min);
         let limited = Duration::from_secs_f64(self.events.len() as f64 / slowest);
         let rests = if jobs > 0 { Duration::from_secs(150) } else { Duration::ZERO };
-        leases + polls + backoff + backlog + limited + rests
+        // What nobody can tell waits for a person, who may have died over it before.
+        let orders = Duration::from_secs(if self.orders.is_empty() { 0 } else { 150 });
+        leases + polls + backoff + backlog + limited + rests + orders
     }
 }
 
@@ -289,7 +338,7 @@ fn messages(plan: &Plan, big: bool, rng: &mut fastrand::Rng) -> Vec<Planned> {
             let again = !moments.is_empty() && rng.u8(0..3) == 0;
             let at = if again { moments[rng.usize(0..moments.len())] } else { rng.u64(0..last) };
             moments.push(at);
-            let own = plan.lanes.iter().filter(|lane| lane.kind != LaneKind::Webhooks).count();
+            let own = plan.lanes.iter().filter(|lane| !LaneKind::is_parts(lane.kind.name())).count();
             let lane = plan.lanes[rng.usize(0..own)].kind;
             Planned {
                 n,

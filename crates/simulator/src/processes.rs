@@ -1,20 +1,22 @@
 //! Worker processes: each has a core, a clock of its own and a view of the database. They start, step, hear, freeze, are told
 //! to stop, and die.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postrider::Outbox;
 use postrider::backoff::Backoff;
 use postrider::clock::Tick;
 use postrider::decide::Budgets;
 use postrider::stores::sqlite::SqliteStore;
 use postrider::worker::core::{Core, Event, LaneSettings, Settings};
-
+use postrider::{Lanes, Outbox};
+use postrider_orders::{Book, OrderCourier};
 use postrider_webhooks::Reports;
 
 use crate::carrying::without_answer;
 use crate::dice::dice;
+use crate::parts::orders;
 use crate::parts::webhooks::Part;
 use crate::plan::{JITTER, LEASE, LONGEST_BACKOFF, LaneKind, MAX_CRASHES, POLL, Plan, ProcessPlan, SECOND};
 use crate::store::{Locks, SimStore};
@@ -41,8 +43,11 @@ pub struct Process {
     pub alive: Option<Alive>,
     pub lives: u64,
     pub cut_off_until: u64,
-    /// What it has of webhooks, as long as it lives.
+    /// What it has of webhooks and orders, as long as it lives.
     pub part: Option<Arc<Part>>,
+    pub courier: Option<Arc<OrderCourier>>,
+    /// Of its former lives: what they asked the database for may come late.
+    former: BTreeMap<u64, Arc<SimStore>>,
 }
 
 impl Process {
@@ -53,9 +58,32 @@ impl Process {
         locks: &Arc<Locks>,
         reports: &Reports,
     ) -> Self {
-        let store = Arc::new(SimStore::new(store.clone(), lanes(plan, own.knows_shards, reports), locks.clone()));
+        let lanes = lanes(plan, own.knows_shards, reports, &Book::default());
+        let store = Arc::new(SimStore::new(store.clone(), lanes, locks.clone()));
         let outbox = Outbox::new(store.clone());
-        Process { plan: own.clone(), store, outbox, alive: None, lives: 0, cut_off_until: 0, part: None }
+        Process {
+            plan: own.clone(),
+            store,
+            outbox,
+            alive: None,
+            lives: 0,
+            cut_off_until: 0,
+            part: None,
+            courier: None,
+            former: BTreeMap::new(),
+        }
+    }
+
+    /// The connections of one of its lives.
+    pub fn store_of(&self, life: u64) -> Arc<SimStore> {
+        self.former.get(&life).unwrap_or(&self.store).clone()
+    }
+
+    /// A new life remembers nothing of the orders of the one before.
+    fn forget(&mut self, lanes: Arc<Lanes>) {
+        let store = Arc::new(SimStore::new(self.store.inner.clone(), lanes, self.store.locks.clone()));
+        self.former.insert(self.lives, std::mem::replace(&mut self.store, store.clone()));
+        self.outbox = Outbox::new(store);
     }
 
     /// Its own clock at a moment of the world.
@@ -86,15 +114,24 @@ pub fn budgets(plan: &Plan, kind: LaneKind) -> Budgets {
         max_crashes: MAX_CRASHES,
         backoff: Backoff::Exponential { base: Duration::from_secs(1), max: LONGEST_BACKOFF, jitter: JITTER },
         retry_after_cap: LONGEST_BACKOFF,
-        keep_unresolved: kind == LaneKind::Begun,
+        keep_unresolved: kind.keeps_unresolved(),
     }
 }
 
 impl World {
     pub async fn start(&mut self, process: usize) {
         let serves = self.processes[process].plan.lanes.contains(&LaneKind::Webhooks);
-        if serves && self.now < self.down_until {
+        let trades = self.processes[process].plan.lanes.iter().any(|kind| kind.is_orders());
+        if (serves || trades) && self.now < self.down_until {
             return self.at(self.down_until, Action::Start { process });
+        }
+        if let Some(traders) = self.traders.as_ref().filter(|_| trades) {
+            let (book, broker) = (Book::default(), traders.broker.clone());
+            let lanes = lanes(&self.plan, self.processes[process].plan.knows_shards, &self.reports, &book);
+            self.processes[process].forget(lanes);
+            let outbox = self.processes[process].outbox.clone();
+            let orders = orders::open(&self.plan, &outbox, book, broker).await;
+            self.processes[process].courier = Some(Arc::new(orders.courier()));
         }
         let outbox = self.processes[process].outbox.clone();
         self.processes[process].part = match serves {
@@ -111,7 +148,9 @@ impl World {
             poll: POLL,
             budgets: budgets(&self.plan, *kind),
             dedup: *kind == LaneKind::Dedup,
-            send_begun: *kind == LaneKind::Begun,
+            send_begun: kind.commits_begun(),
+            one_destination: kind.is_orders(),
+            keyed: kind.is_orders(),
             shards: of.shards(self.plan.lane(*kind).shards),
             ..LaneSettings::new(kind.name())
         };
@@ -214,6 +253,7 @@ impl World {
         let Some(gone) = self.processes[process].alive.take() else { return };
         self.under_way.remove(&(process, gone.life));
         self.processes[process].part = None;
+        self.processes[process].courier = None;
         self.mark("crashed");
         self.note(format_args!("w{process} is dead"));
         self.start_again(process);

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use crate::dice::Fate;
-use crate::plan::{EventPlan, Incident, Plan, Planned, What};
+use crate::plan::{EventPlan, Incident, OrderPlan, Plan, Planned, What};
 use crate::world::{Outcomes, go};
 
 /// A small plan that fails, and how.
@@ -36,6 +36,7 @@ pub fn shrink(plan: Plan, most: usize) -> Option<Shrunk> {
         plan = shrinker.fewer(plan, |p| p.incidents.clone(), |p, incidents: Vec<Incident>| p.incidents = incidents);
         plan = shrinker.fewer(plan, |p| p.messages.clone(), |p, messages: Vec<Planned>| p.messages = messages);
         plan = shrinker.fewer(plan, |p| p.events.clone(), |p, events: Vec<EventPlan>| p.events = events);
+        plan = shrinker.fewer(plan, |p| p.orders.clone(), |p, orders: Vec<OrderPlan>| p.orders = orders);
         plan = shrinker.fewer(plan, faults, |p, faults: Vec<Fate>| p.only = Some(faults.into_iter().collect()));
         plan = shrinker.fewer_processes(plan);
         if self::size(&plan) == size || shrinker.runs >= shrinker.most {
@@ -50,6 +51,7 @@ fn size(plan: &Plan) -> usize {
     plan.incidents.len()
         + plan.messages.len()
         + plan.events.len()
+        + plan.orders.len()
         + plan.only.as_ref().map_or(0, HashSet::len)
         + plan.processes.len()
 }
@@ -69,7 +71,7 @@ fn symptom(outcomes: &Outcomes) -> Option<String> {
 
 impl Shrinker {
     fn fails(&mut self, plan: &Plan) -> bool {
-        if self.runs >= self.most || (plan.messages.is_empty() && plan.events.is_empty()) {
+        if self.runs >= self.most || (plan.messages.is_empty() && plan.events.is_empty() && plan.orders.is_empty()) {
             return false;
         }
         self.runs += 1;
@@ -129,10 +131,11 @@ fn story(plan: &Plan, told: Outcomes) -> Vec<String> {
         lines.insert(0, "(its end)".to_owned());
     }
     let kinds: Vec<&str> = plan.lanes.iter().map(|lane| lane.kind.name()).collect();
-    let (messages, events, processes) = (plan.messages.len(), plan.events.len(), plan.processes.len());
+    let (messages, events, orders) = (plan.messages.len(), plan.events.len(), plan.orders.len());
+    let processes = plan.processes.len();
     let faults = plan.only.as_ref().map_or(0, HashSet::len);
     let head = format!(
-        "seed {}: {messages} messages and {events} events on {kinds:?}, {processes} processes, {} incidents, {faults} other faults",
+        "seed {}: {messages} messages, {events} events and {orders} orders on {kinds:?}, {processes} processes, {} incidents, {faults} other faults",
         plan.seed,
         plan.incidents.len()
     );

@@ -13,6 +13,7 @@ use postrider::stores::sqlite::SqliteStore;
 use postrider::worker::core::{Command, Event};
 use postrider::{LaneRules, Lanes, Options, Outbox, Timestamp};
 
+use postrider_orders::Book;
 use postrider_webhooks::Reports;
 
 use crate::checker::{Checker, Step};
@@ -20,6 +21,7 @@ use crate::delivering::Delivery;
 use crate::dice::{Fate, dice, fate};
 use crate::journal::{self, Listener};
 use crate::marks::Marks;
+use crate::parts::orders::{self, Traders};
 use crate::parts::webhooks::Publishers;
 use crate::plan::{LEASE, LaneKind, Plan, SECOND, What};
 use crate::processes::Process;
@@ -118,6 +120,14 @@ pub enum Action {
         life: u64,
         round: u64,
     },
+    Place {
+        order: usize,
+        round: u64,
+    },
+    /// A person looks for orders that nobody can tell the end of.
+    Reconcile {
+        round: u64,
+    },
     /// A subscription is resumed.
     LetGo {
         subscription: usize,
@@ -177,6 +187,7 @@ pub struct World {
     pub requeued: BTreeSet<i64>,
     pub reports: Reports,
     pub publishers: Option<Publishers>,
+    pub traders: Option<Traders>,
     clock: Arc<Clock>,
     pub outcomes: Outcomes,
     telling: bool,
@@ -201,7 +212,7 @@ pub(crate) fn go(plan: Plan, telling: bool) -> Outcomes {
 }
 
 /// The rules of the lanes, as somebody knows them who knows of so many shards.
-pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports) -> Arc<Lanes> {
+pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports, book: &Book) -> Arc<Lanes> {
     let mut lanes = Lanes::new();
     for lane in &plan.lanes {
         let mut rules = LaneRules { shards: lane.shards.min(knows_shards), ..LaneRules::default() };
@@ -212,6 +223,9 @@ pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports) -> Arc<Lanes> {
             LaneKind::Begun => rules.send_begun = true,
             LaneKind::Brief => rules.retention = std::time::Duration::ZERO,
             LaneKind::Webhooks => rules = postrider_webhooks::lane_rules(reports),
+            LaneKind::KeyedOrders | LaneKind::Orders => {
+                rules = postrider_orders::lane_rules(book, orders::idempotency(plan));
+            }
         }
         lanes = lanes.with(lane.kind.name(), rules);
     }
@@ -234,8 +248,10 @@ impl World {
         clock.set(Tick::from_micros(0), START);
         clock.enter();
         let reports = Reports::default();
-        let all = lanes(&plan, u32::MAX, &reports);
-        let options = Options { migrations: postrider_webhooks::MIGRATIONS.to_vec(), ..Options::default() };
+        let book = Book::default();
+        let all = lanes(&plan, u32::MAX, &reports, &book);
+        let migrations = [postrider_webhooks::MIGRATIONS.to_vec(), postrider_orders::MIGRATIONS.to_vec()].concat();
+        let options = Options { migrations, ..Options::default() };
         let store = Arc::new(SqliteStore::simulated(START, all.clone(), options).expect("a store in memory"));
         live_by(&store, &clock).await;
         let locks: Arc<Locks> = Arc::default();
@@ -247,6 +263,10 @@ impl World {
         let publishers = match plan.subscriptions.is_empty() {
             true => None,
             false => Some(Publishers::new(&plan, &outbox, &reports).await),
+        };
+        let traders = match plan.orders.is_empty() {
+            true => None,
+            false => Some(Traders::new(&plan, &outbox, book).await),
         };
         let mut world = World {
             checker: Checker::new(&plan),
@@ -281,6 +301,7 @@ impl World {
             requeued: BTreeSet::new(),
             reports,
             publishers,
+            traders,
             clock,
             outcomes: Outcomes::default(),
             telling,
@@ -301,6 +322,12 @@ impl World {
         }
         for event in 0..self.plan.events.len() {
             self.at(self.plan.events[event].at, Action::Publish { event, round: 0 });
+        }
+        for order in 0..self.plan.orders.len() {
+            self.at(self.plan.orders[order].at, Action::Place { order, round: 0 });
+        }
+        if self.traders.is_some() {
+            self.at(SECOND, Action::Reconcile { round: 0 });
         }
         for incident in 0..self.plan.incidents.len() {
             self.at(self.plan.incidents[incident].at, Action::Incident(incident));
@@ -375,6 +402,7 @@ impl World {
             }
         }
         self.blame(seen);
+        self.check_ledger().await;
     }
 
     async fn run(&mut self) {
@@ -406,6 +434,7 @@ impl World {
         let patience = self.plan.patience().as_micros() as u64;
         let idle = self.processes.iter().all(|p| p.alive.as_ref().is_none_or(|alive| alive.core.held() == 0));
         let published = self.publishers.as_ref().is_none_or(|publishers| publishers.is_done(&self.plan));
+        let published = published && self.traders.as_ref().is_none_or(|traders| traders.is_done(&self.plan));
         let drained = idle && published && self.batches.iter().all(|batch| batch.over) && self.checker.live() == 0;
         let used = (self.now - healed) as f64 / patience as f64;
         if drained {
@@ -441,6 +470,8 @@ impl World {
             Action::Arrive { delivery } => self.arrive(*delivery).await,
             Action::Publish { event, round } => self.publish(event, round).await,
             Action::Orchestrate { process, life, round } => self.orchestrate(process, life, round).await,
+            Action::Place { order, round } => self.place(order, round).await,
+            Action::Reconcile { round } => self.reconcile(round).await,
             Action::LetGo { subscription, round } => self.let_go(subscription, round).await,
             Action::Incident(n) => self.incident(n).await,
             Action::Thaw { process, life } => {
@@ -511,6 +542,7 @@ impl World {
         if self.outcomes.violations.is_empty() && self.checker.violations.is_empty() {
             self.check_ends();
             self.check_webhooks().await;
+            self.check_orders();
         }
         let mut outcomes = self.outcomes;
         outcomes.violations.append(&mut self.checker.violations);

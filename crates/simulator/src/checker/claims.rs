@@ -10,6 +10,7 @@ use postrider::store::{Claim, Claimed, From};
 use postrider::time::micros_of;
 
 use super::{Changes, Checker, Row, Seen, Takeover};
+use crate::journal::Kind;
 use crate::plan::{LaneKind, MAX_CRASHES};
 use crate::store::Locks;
 
@@ -52,7 +53,7 @@ impl Checker {
         if suspicion > 1 && !matches!(claim.from, From::Ids(_)) {
             self.wrong(format!("{owner} claimed the suspect {id} with the others: {before:?}"));
         }
-        let begun = self.kind(&claim.lane) == Some(LaneKind::Begun);
+        let begun = self.kind(&claim.lane).is_some_and(LaneKind::commits_begun);
         let wanted = Row {
             token: before.token + 1,
             locked_by: Some(owner.to_owned()),
@@ -164,6 +165,19 @@ impl Checker {
             self.expect_row("send begun", lease.id, &Row { maybe_sent: true, ..row }, changes);
         }
         self.expect_only("send begun", &changed, changes);
+    }
+
+    /// An order's send is begun, or that is taken back; nothing else of it changes, and only its holder may.
+    pub(super) fn order(&mut self, owner: &str, lease: Lease, changes: &Changes) {
+        let row = self.known.get(&lease.id).filter(|known| known.live).map(|known| known.row.clone());
+        let row = row.filter(|row| row.accepts(lease, owner));
+        for change in changes.get(&lease.id).into_iter().flatten() {
+            let fits = |row: &Row| Row::of(change) == Row { maybe_sent: change.maybe_sent, ..row.clone() };
+            if change.kind != Kind::Update || !row.as_ref().is_some_and(fits) {
+                self.wrong(format!("{owner} sent {lease:?}, which is {row:?}, and did {change:?}"));
+            }
+        }
+        self.expect_only("an order's send", &BTreeSet::from([lease.id]), changes);
     }
 
     fn expect_answer(&mut self, what: &str, owner: &str, lease: Lease, wanted: LeaseState, told: LeaseState) {

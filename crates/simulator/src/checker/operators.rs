@@ -62,6 +62,7 @@ impl Checker {
                     self.wrong(format!("a prune did {change:?}"));
                 }
             }
+            Step::ByHand { id } => self.expect_only("an order settled by hand", &BTreeSet::from([*id]), changes),
             Step::Part => {
                 for (id, changes) in changes {
                     let before = self.row(*id);

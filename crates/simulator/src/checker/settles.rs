@@ -110,7 +110,7 @@ impl Checker {
                     maybe_sent: certain(*certainty),
                     ..before.unlocked(due_at)
                 };
-                let keeps = self.kind(lane) == Some(LaneKind::Begun) && after.maybe_sent;
+                let keeps = self.kind(lane).is_some_and(LaneKind::keeps_unresolved) && after.maybe_sent;
                 if after.attempts >= most && !keeps {
                     self.wrong(format!("P11: message {id} is tried again after {} of {most} outcomes", after.attempts));
                 }
@@ -129,7 +129,7 @@ impl Checker {
             }
             Verdict::Dead { code, counted, certainty, .. } => {
                 let attempts = before.attempts + u32::from(*counted);
-                if *counted && attempts > most && self.kind(lane) != Some(LaneKind::Begun) {
+                if *counted && attempts > most && !self.kind(lane).is_some_and(LaneKind::keeps_unresolved) {
                     self.wrong(format!("P11: message {id} died after {attempts} of {most} outcomes"));
                 }
                 let end = (End::Dead(code.clone()), attempts, certain(*certainty));

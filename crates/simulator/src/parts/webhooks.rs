@@ -105,7 +105,7 @@ impl Publishers {
 
 impl World {
     /// What becomes of the transactions of a part, one after the other.
-    fn replies(&mut self, fate: Fate, most: u64) -> Vec<Reply> {
+    pub fn replies(&mut self, fate: Fate, most: u64) -> Vec<Reply> {
         let mut replies = Vec::new();
         for n in 0..most {
             let one = fate ^ (n + 1).wrapping_mul(0x9e37_79b9);
