@@ -301,6 +301,11 @@ pub(crate) async fn note_of(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<
     }))
 }
 
+/// Puts a text back that was damaged.
+pub(crate) async fn restore(tx: &mut (dyn Tx + Send), id: i64, text: &str) -> Result<()> {
+    tx.execute("UPDATE memory_writes SET payload_md = ? WHERE id = ?", &[text.into(), id.into()]).await.map(drop)
+}
+
 fn object(text: Option<String>) -> Map<String, Json> {
     text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
 }

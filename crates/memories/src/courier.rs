@@ -69,6 +69,15 @@ impl MemoryCourier {
         look.await
     }
 
+    async fn restore(&self, copy: i64, text: &str) -> Result<()> {
+        let text = text.to_owned();
+        let restored = self.0.transact(Mode::Write, move |tx| {
+            let text = text.clone();
+            Box::pin(async move { copies::restore(tx, copy, &text).await })
+        });
+        restored.await
+    }
+
     async fn set_doubt(&self, copy: i64, doubt: Option<Duration>) -> Result<()> {
         self.0.transact(Mode::Write, move |tx| Box::pin(copies::set_doubt(tx, copy, doubt))).await
     }
@@ -199,7 +208,17 @@ impl Courier for MemoryCourier {
         let sha = hex(&sha256(&message.payload));
         let mut open = match self.look(&space, &sha).await {
             Ok(Known::Stored(memory_id)) => return Outcome::Sent { result_ref: Some(memory_id) },
-            Ok(Known::Open(Some(open))) => open,
+            Ok(Known::Open(Some(mut open))) => {
+                // The message is intact: what was changed beside it is not sent, and put right.
+                if open.note.payload_md != text {
+                    tracing::error!(outbox_id = message.id, "the copy of a memory was damaged; it is restored");
+                    if let Err(error) = self.restore(open.copy, &text).await {
+                        return store_unavailable(message.id, &error);
+                    }
+                    open.note.payload_md = text;
+                }
+                open
+            }
             // Without our copy there is nothing to go by but the message.
             Ok(Known::Open(None)) => {
                 Open { copy: 0, note: alone(message, text, space, sha), merged: false, doubt: None }

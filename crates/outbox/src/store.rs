@@ -251,7 +251,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    pub(crate) fn writes(self) -> bool {
+    pub fn writes(self) -> bool {
         matches!(self, Mode::Write | Mode::Work)
     }
 }

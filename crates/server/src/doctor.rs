@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postrider::clock::{self, Tick};
-use postrider::doctor::{Case, Examine, Finding, confirmed, findings};
+use postrider::doctor::{Case, Examine, Finding, MOST_CASES, confirmed, findings};
 use postrider::{Outbox, Timestamp};
 use serde::Serialize;
 use tokio::sync::{Notify, watch};
@@ -61,16 +61,25 @@ impl Doctor {
 
     /// One round: two looks, and with `repair` what can be repaired safely.
     pub async fn round(&self, repair: bool) -> postrider::Result<Report> {
-        let first = self.look().await?;
-        let mut cases = Vec::new();
-        if !first.is_empty() {
+        let (mut cases, mut repaired) = (Vec::new(), Vec::new());
+        loop {
+            let first = self.look().await?;
+            if first.is_empty() {
+                break;
+            }
             tokio::time::sleep(BETWEEN_LOOKS).await;
-            cases = confirmed(&first, self.look().await?);
-        }
-        let mut repaired = Vec::new();
-        if repair && !cases.is_empty() {
-            for part in &self.parts {
-                repaired.extend(part.repair(&cases).await?);
+            let seen = confirmed(&first, self.look().await?);
+            let before = repaired.len();
+            if repair && !seen.is_empty() {
+                for part in &self.parts {
+                    repaired.extend(part.repair(&seen).await?);
+                }
+            }
+            // A look is bounded: what it had no room for comes after what was repaired.
+            let again = seen.len() >= MOST_CASES as usize && repaired.len() > before;
+            cases.extend(seen);
+            if !again {
+                break;
             }
         }
         let findings = findings(&cases, &repaired);

@@ -1,12 +1,17 @@
 //! Secrets are references, not values: `env:NAME`, `file:PATH` or `exec:COMMAND` (a secrets manager's own client).
 
+use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use postrider::clock::Tick;
+use rustix::process::{Pid, Signal};
 
+/// A command of `exec:` is ended after this.
+const LONGEST: Duration = Duration::from_secs(10);
 /// A secret that is read again must be there within this time; until then the one we have is used.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// A destination that refuses us makes us read its secrets again, but not more often than this.
@@ -132,13 +137,35 @@ fn all(texts: &[String]) -> Result<Vec<String>, String> {
 
 fn run(command: &str) -> Result<String, String> {
     // Neither the command nor what it says is repeated: a secret may stand in both.
-    let output = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stderr(Stdio::null()).output();
-    let output = output.map_err(|e| format!("the command of exec: cannot be run: {e}"))?;
-    if !output.status.success() {
-        return Err(format!("the command of exec: failed with {}; run it by hand to see why", output.status));
+    let cannot = |e: std::io::Error| format!("the command of exec: cannot be run: {e}");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    // In a group of its own, so that it ends with whatever it has started.
+    let mut child = shell.process_group(0).spawn().map_err(cannot)?;
+    let printed = child.stdout.take().map(|mut pipe| {
+        std::thread::spawn(move || {
+            let mut text = Vec::new();
+            pipe.read_to_end(&mut text).map(|_| text)
+        })
+    });
+    let begun = Tick::now();
+    let status = loop {
+        match child.try_wait().map_err(cannot)? {
+            Some(status) => break status,
+            None if Tick::now().since(begun) >= LONGEST => {
+                let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
+                let _ = child.wait();
+                let what = format!("the command of exec: did not end within {} s; run it by hand", LONGEST.as_secs());
+                return Err(what);
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    if !status.success() {
+        return Err(format!("the command of exec: failed with {status}; run it by hand to see why"));
     }
-    let value =
-        String::from_utf8(output.stdout).map_err(|_| "the command of exec: printed something that is no text")?;
+    let text = printed.and_then(|printed| printed.join().ok()).transpose().map_err(cannot)?.unwrap_or_default();
+    let value = String::from_utf8(text).map_err(|_| "the command of exec: printed something that is no text")?;
     Ok(value.trim_end().to_owned())
 }
 

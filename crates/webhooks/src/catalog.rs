@@ -12,6 +12,7 @@ use postrider::tx::{Tx, Value, for_update};
 use postrider::{Error, Result, Timestamp};
 
 use crate::Webhooks;
+use crate::orchestrator::skip_locked;
 use crate::subscriptions::{COLUMNS, Subscription, SubscriptionStatus, from_row};
 
 /// How long the courier and the orchestrator believe what they remember without asking for its version.
@@ -131,6 +132,8 @@ pub(crate) struct Knowledge {
 #[derive(Default)]
 struct Remembered {
     catalog: Arc<Catalog>,
+    /// When it was read.
+    read_at: Option<Tick>,
     checked_at: Option<Tick>,
     /// What the database's clock said, and when.
     clock: Option<(Timestamp, Tick)>,
@@ -174,6 +177,14 @@ pub(crate) async fn now<T: Tx + ?Sized>(tx: &mut T) -> Result<Timestamp> {
 pub(crate) async fn lock<T: Tx + ?Sized>(tx: &mut T) -> Result<()> {
     let sql = format!("SELECT value FROM webhook_state WHERE name = 'subscriptions'{}", for_update(tx.dialect()));
     tx.query(&sql, &[]).await.map(drop)
+}
+
+/// The same without waiting; `false`: somebody else is at it.
+pub(crate) async fn try_lock<T: Tx + ?Sized>(tx: &mut T) -> Result<bool> {
+    let names = "('subscriptions', 'subscription_rows')";
+    let sql =
+        format!("SELECT name FROM webhook_state WHERE name IN {names} ORDER BY name{}", skip_locked(tx.dialect()));
+    Ok(tx.query(&sql, &[]).await?.len() == 2)
 }
 
 /// Begins a change that every process shall notice; answers its number, which the row that changes gets as its version.
@@ -229,22 +240,45 @@ impl Webhooks {
 
     /// As the given transaction sees it or newer, and the time.
     pub(crate) async fn catalog_in<T: Tx + ?Sized>(&self, tx: &mut T) -> Result<(Arc<Catalog>, Timestamp)> {
+        self.catalog_of(tx, false).await
+    }
+
+    /// `newest`: this transaction sees all that was committed, so what is remembered beyond it never was.
+    async fn catalog_of<T: Tx + ?Sized>(&self, tx: &mut T, newest: bool) -> Result<(Arc<Catalog>, Timestamp)> {
         let (version, now) = version(tx).await?;
         let known = {
             let mut remembered = self.remembered();
             remembered.clock = Some((now, Tick::now()));
             remembered.catalog.clone()
         };
-        if known.version.all >= version.all && known.version != Version::default() {
+        if known.version == version && known.version != Version::default() {
+            return Ok((known, now));
+        }
+        if known.version.all > version.all && !newest {
+            // An old snapshot; or what is remembered was never committed. Whoever looks next finds out.
+            self.remembered().checked_at = None;
             return Ok((known, now));
         }
         let loaded = Arc::new(self.load(tx, &known, version).await?);
         let mut remembered = self.remembered();
-        // Only what is committed was read; somebody may have read more of it meanwhile.
-        if remembered.catalog.version.all < version.all {
-            remembered.catalog = loaded.clone();
+        // Somebody may have read more of it meanwhile.
+        if newest || remembered.catalog.version.all <= version.all {
+            (remembered.catalog, remembered.read_at) = (loaded.clone(), Some(Tick::now()));
         }
         Ok((loaded, now))
+    }
+
+    /// A transaction that began then has failed. Whatever was read since may be what it, or one that was to be committed with
+    /// it, has written: on SQLite several share a commit, and each sees what those before it wrote.
+    pub(crate) fn forget_since(&self, begun: Tick) {
+        let mut remembered = self.remembered();
+        if remembered.read_at.is_some_and(|at| at >= begun) {
+            (remembered.catalog, remembered.read_at) = (Arc::default(), None);
+        }
+        remembered.checked_at = None;
+        drop(remembered);
+        self.holds().read_at = None;
+        self.0.cabinet.clear();
     }
 
     /// Not older than a moment.
@@ -261,7 +295,7 @@ impl Webhooks {
             .transact(Mode::Read, move |tx| {
                 let webhooks = webhooks.clone();
                 Box::pin(async move {
-                    let (catalog, _) = webhooks.catalog_in(tx).await?;
+                    let (catalog, _) = webhooks.catalog_of(tx, true).await?;
                     webhooks.read_holds(tx).await?;
                     Ok(catalog)
                 })

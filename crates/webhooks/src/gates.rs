@@ -48,7 +48,7 @@ impl Webhooks {
                 continue;
             }
             let webhooks = self.clone();
-            let admitted = self.transact(Mode::Write, move |tx| {
+            let admitted = self.transact(Mode::Work, move |tx| {
                 let webhooks = webhooks.clone();
                 Box::pin(async move { webhooks.admit(tx, id).await })
             });

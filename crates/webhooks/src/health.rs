@@ -1,10 +1,12 @@
 //! The health of subscriptions: one that fails all over a long time is disabled, and so is one that says 410. Done with the
 //! rights of an administrator, not by the saga.
 
+use std::collections::BTreeSet;
+
 use postrider::Result;
 use postrider::alerts::Alert;
 use postrider::store::Mode;
-use postrider::tx::{Row, Tx, for_update};
+use postrider::tx::{Dialect, Row, Tx, in_ids};
 
 use crate::decide::{Failing, rest_after};
 use crate::orchestrator::{skip_locked, time};
@@ -34,13 +36,13 @@ impl Webhooks {
         while let Some(from) = after {
             let webhooks = self.clone();
             after = self
-                .transact(Mode::Write, move |tx| {
+                .transact(Mode::Work, move |tx| {
                     let webhooks = webhooks.clone();
                     Box::pin(async move { webhooks.look_after_some(tx, from).await })
                 })
                 .await?;
         }
-        self.transact(Mode::Write, |tx| Box::pin(async move { show_recovered(tx).await })).await
+        self.transact(Mode::Work, |tx| Box::pin(async move { show_recovered(tx).await })).await
     }
 
     /// One page of those that fail; answers where the next one begins.
@@ -50,25 +52,32 @@ impl Webhooks {
             "SELECT {GATE} FROM subscription_gates WHERE failures > 0 AND subscription_id > ? ORDER BY subscription_id LIMIT {PAGE}"
         );
         let rows = tx.query(&sql, &[after.into()]).await?;
+        let lasting: BTreeSet<i64> = rows
+            .iter()
+            .map(|row| Ok((row.int(0)?, failing(row)?)))
+            .filter(|seen| seen.as_ref().map_or(true, |(_, seen)| seen.is_lasting(self.0.settings.disable_after)))
+            .map(|seen| Ok(seen?.0))
+            .collect::<Result<_>>()?;
+        let free = changeable(tx, &lasting).await?;
+        let ids: Vec<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+        let unmarked = unlocked(tx, &ids, "failing_since IS NULL AND status = 'active'").await?;
         for row in &rows {
             let (id, seen) = (row.int(0)?, failing(row)?);
-            let sql = format!(
-                "UPDATE subscriptions SET failing_since = {} WHERE id = ? AND failing_since IS NULL AND status = 'active'",
-                time(tx.dialect())
-            );
-            tx.execute(&sql, &[seen.from.unwrap_or(now).into(), id.into()]).await?;
-            if seen.is_lasting(self.0.settings.disable_after) && self.fails_for_good(tx, id).await? {
+            if unmarked.contains(&id) {
+                let sql = format!("UPDATE subscriptions SET failing_since = {} WHERE id = ?", time(tx.dialect()));
+                tx.execute(&sql, &[seen.from.unwrap_or(now).into(), id.into()]).await?;
+            }
+            if free.contains(&id) && self.fails_for_good(tx, id).await? {
                 self.disable_and_tell(tx, id, FAILING).await?;
             }
         }
         Ok((rows.len() == PAGE).then(|| rows.last().map(|row| row.int(0)).transpose()).transpose()?.flatten())
     }
 
-    /// Asked again under the locks, in the order everybody takes them: it may have succeeded a moment ago.
+    /// Asked again under the lock of its gate: it may have succeeded a moment ago.
     async fn fails_for_good(&self, tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
-        catalog::lock(tx).await?;
         let sql =
-            format!("SELECT {GATE} FROM subscription_gates WHERE subscription_id = ?{}", for_update(tx.dialect()));
+            format!("SELECT {GATE} FROM subscription_gates WHERE subscription_id = ?{}", skip_locked(tx.dialect()));
         let rows = tx.query(&sql, &[id.into()]).await?;
         let seen = rows.first().map(failing).transpose()?;
         Ok(seen.is_some_and(|seen| seen.is_lasting(self.0.settings.disable_after)))
@@ -98,11 +107,64 @@ impl Webhooks {
     }
 }
 
+/// Of these subscriptions, those that fit and that nobody else has locked; locked from here on.
+async fn unlocked(tx: &mut (dyn Tx + Send), ids: &[i64], fits: &str) -> Result<BTreeSet<i64>> {
+    if ids.is_empty() {
+        return Ok(BTreeSet::new());
+    }
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), ids, &mut params);
+    let sql =
+        format!("SELECT id FROM subscriptions WHERE id {list} AND {fits} ORDER BY id{}", skip_locked(tx.dialect()));
+    tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect()
+}
+
+/// Of these subscriptions, those that can be changed without waiting for anybody: nobody else changes one now, and nobody has
+/// its row or its gate locked. In the order everybody takes these locks.
+pub(crate) async fn changeable(tx: &mut (dyn Tx + Send), ids: &BTreeSet<i64>) -> Result<BTreeSet<i64>> {
+    if tx.dialect() == Dialect::Sqlite {
+        return Ok(ids.clone());
+    }
+    if ids.is_empty() || !catalog::try_lock(tx).await? {
+        return Ok(BTreeSet::new());
+    }
+    let ids: Vec<i64> = ids.iter().copied().collect();
+    let free: Vec<i64> = unlocked(tx, &ids, "1 = 1").await?.into_iter().collect();
+    if free.is_empty() {
+        return Ok(BTreeSet::new());
+    }
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), &free, &mut params);
+    let gates = |lock: &str| {
+        format!(
+            "SELECT subscription_id FROM subscription_gates WHERE subscription_id {list} ORDER BY subscription_id{lock}"
+        )
+    };
+    let mut there = BTreeSet::new();
+    for row in tx.query(&gates(""), &params).await? {
+        there.insert(row.int(0)?);
+    }
+    for row in tx.query(&gates(skip_locked(tx.dialect())), &params).await? {
+        there.remove(&row.int(0)?);
+    }
+    // What is left there is locked.
+    Ok(free.into_iter().filter(|id| !there.contains(id)).collect())
+}
+
 /// Those that succeeded since fail no more, and what asked for time and had it is free again.
 async fn show_recovered(tx: &mut (dyn Tx + Send)) -> Result<()> {
-    let sql = "UPDATE subscriptions SET failing_since = NULL WHERE failing_since IS NOT NULL AND status = 'active'
-               AND id IN (SELECT subscription_id FROM subscription_gates WHERE failures = 0)";
-    tx.execute(sql, &[]).await?;
+    let sql = format!(
+        "SELECT s.id FROM subscriptions s WHERE s.failing_since IS NOT NULL AND s.status = 'active'
+         AND EXISTS (SELECT 1 FROM subscription_gates g WHERE g.subscription_id = s.id AND g.failures = 0) ORDER BY s.id LIMIT {PAGE}"
+    );
+    let ids: Vec<i64> = tx.query(&sql, &[]).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    let recovered: Vec<i64> =
+        unlocked(tx, &ids, "failing_since IS NOT NULL AND status = 'active'").await?.into_iter().collect();
+    if !recovered.is_empty() {
+        let mut params = Vec::new();
+        let list = in_ids(tx.dialect(), &recovered, &mut params);
+        tx.execute(&format!("UPDATE subscriptions SET failing_since = NULL WHERE id {list}"), &params).await?;
+    }
     let sql = format!(
         "SELECT subscription_id, failures FROM subscription_gates WHERE held_until <= ? AND parked = 0 ORDER BY held_until LIMIT {PAGE}{}",
         skip_locked(tx.dialect())

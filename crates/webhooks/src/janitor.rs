@@ -27,16 +27,15 @@ impl Webhooks {
         let mut after = Some(0);
         while let Some(from) = after {
             let page =
-                self.transact(Mode::Write, move |tx| Box::pin(async move { prune_sagas(tx, retention, from).await }));
+                self.transact(Mode::Work, move |tx| Box::pin(async move { prune_sagas(tx, retention, from).await }));
             let (gone, next) = page.await?;
             sagas += gone;
             after = next;
         }
         loop {
             let retention = micros_of(retention);
-            let gone = self
-                .transact(Mode::Write, move |tx| Box::pin(async move { prune_events(tx, retention).await }))
-                .await?;
+            let gone =
+                self.transact(Mode::Work, move |tx| Box::pin(async move { prune_events(tx, retention).await })).await?;
             events += gone;
             if gone < BATCH {
                 break;

@@ -37,7 +37,9 @@ use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
 use postrider::alerts::Alerts;
+use postrider::clock::Tick;
 use postrider::couriers::exchange::{Exchange, Resolve};
+use postrider::error::Kind;
 use postrider::store::{Mode, transact};
 use postrider::tx::{BoxFuture, Tx};
 use postrider::worker::core::LaneSettings;
@@ -135,8 +137,9 @@ struct Inner {
     standing: Standings,
     cabinet: Cabinet,
     cursors: Cursors,
-    /// Where the look at gates goes on.
+    /// Where the look at gates goes on, and that at results.
     gates_seen: AtomicI64,
+    results_after: AtomicI64,
     exchange: Exchange,
     guarded: Arc<dyn Resolve>,
     store_id: String,
@@ -170,6 +173,7 @@ impl Webhooks {
             cabinet: Cabinet::default(),
             cursors: Cursors::default(),
             gates_seen: AtomicI64::new(0),
+            results_after: AtomicI64::new(0),
             exchange,
             guarded,
             store_id,
@@ -202,7 +206,12 @@ impl Webhooks {
         R: Send + 'static,
         F: for<'a> FnMut(&'a mut (dyn Tx + Send)) -> BoxFuture<'a, Result<R>> + Send + 'static,
     {
-        transact(&**self.0.outbox.store(), mode, work).await
+        let begun = Tick::now();
+        let done = transact(&**self.0.outbox.store(), mode, work).await;
+        if mode.writes() && done.as_ref().is_err_and(|error| error.kind != Kind::Invalid) {
+            self.forget_since(begun);
+        }
+        done
     }
 
     /// There is something for workers and the orchestrator.

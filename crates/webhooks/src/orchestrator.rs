@@ -28,7 +28,7 @@ const WAKE_EVERY: Duration = Duration::from_secs(1);
 
 /// Every query that looks for work, as text: what the EXPLAIN tests look at.
 pub const QUERIES: [&str; 8] = [
-    "SELECT job_id, saga_id, attempt, success, error_code, retry_after, sent_version FROM webhook_results ORDER BY job_id LIMIT 500",
+    "SELECT job_id, saga_id, attempt, success, error_code, retry_after, sent_version FROM webhook_results WHERE job_id > ? ORDER BY job_id LIMIT 500",
     "SELECT id, event_id, subscription_id, attempt_count, final_error_code FROM webhook_delivery_sagas WHERE status = ? AND next_attempt_at <= ? ORDER BY next_attempt_at LIMIT 500",
     "SELECT id, event_id, subscription_id, attempt_count, final_error_code FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = ? AND next_attempt_at = ? ORDER BY id LIMIT 500",
     "SELECT id, event_id, subscription_id, attempt_count, final_error_code FROM webhook_delivery_sagas WHERE subscription_id = ? AND status = ? ORDER BY next_attempt_at, id LIMIT 500",
@@ -61,6 +61,15 @@ pub(crate) fn waiting(row: &Row, status: Status) -> Result<Waiting> {
 
 pub(crate) fn skip_locked(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Sqlite { "" } else { " FOR UPDATE SKIP LOCKED" }
+}
+
+/// The sagas, where they are changed by their ids. MySQL locks every row it looks at, and by another index, or past the rest
+/// of the table, those would be somebody else's.
+pub(crate) fn sagas_by_id(dialect: Dialect) -> &'static str {
+    match dialect {
+        Dialect::Mysql => "webhook_delivery_sagas FORCE INDEX (PRIMARY)",
+        _ => "webhook_delivery_sagas",
+    }
 }
 
 /// What one look at everything brought.
@@ -97,30 +106,30 @@ impl Webhooks {
                     false
                 }
             };
-            let now = clock::Tick::now();
-            if now.since(health_at) >= HEALTH_EVERY {
-                health_at = now;
+            // Each has its time counted from its end: what takes long is not due again at once.
+            if clock::Tick::now().since(health_at) >= HEALTH_EVERY {
                 if let Err(error) = self.look_after_health().await {
                     tracing::warn!(%error, "the health of subscriptions could not be looked at");
                 }
+                health_at = clock::Tick::now();
             }
-            if now.since(wake_at) >= WAKE_EVERY {
-                wake_at = now;
+            if clock::Tick::now().since(wake_at) >= WAKE_EVERY {
                 if let Err(error) = self.wake_deferred(None).await {
                     tracing::warn!(%error, "jobs that were put off could not be looked at; it will be tried again");
                 }
+                wake_at = clock::Tick::now();
             }
-            if now.since(sweep_at) >= SWEEP_EVERY {
-                sweep_at = now;
+            if clock::Tick::now().since(sweep_at) >= SWEEP_EVERY {
                 if let Err(error) = self.sweep().await {
                     tracing::warn!(%error, "what waits in vain could not be looked for; it will be tried again");
                 }
+                sweep_at = clock::Tick::now();
             }
-            if now.since(prune_at) >= PRUNE_EVERY {
-                prune_at = now;
+            if clock::Tick::now().since(prune_at) >= PRUNE_EVERY {
                 if let Err(error) = self.prune().await {
                     tracing::warn!(%error, "what is old could not be deleted; it will be tried again");
                 }
+                prune_at = clock::Tick::now();
             }
             if busy {
                 tokio::select! { biased; () = &mut shutdown => return, () = tokio::task::yield_now() => {} }

@@ -191,6 +191,10 @@ fn check(event: &NewEvent) -> Result<()> {
     if event.external_id.as_ref().is_some_and(|text| text.contains('\0')) {
         return Err(Error::invalid("the external_id contains a NUL character"));
     }
+    if event.external_id.as_ref().is_some_and(|text| text.ends_with(' ')) {
+        // MySQL compares texts without the blanks at their end.
+        return Err(Error::invalid("the external_id ends with a blank; not every database tells it from one without"));
+    }
     Ok(())
 }
 

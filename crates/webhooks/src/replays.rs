@@ -212,7 +212,7 @@ impl Webhooks {
         if !running {
             return Ok(0);
         }
-        self.transact(Mode::Write, |tx| Box::pin(async move { step(tx).await })).await
+        self.transact(Mode::Work, |tx| Box::pin(async move { step(tx).await })).await
     }
 }
 

@@ -1,19 +1,20 @@
 //! Results: each is applied once, to the saga that waits for it. What a receiver's answers say of its health is noted in its
 //! gate, and one that is gone is disabled in the same transaction.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use postrider::store::Mode;
 use postrider::tx::{Row, Tx, Value, in_ids};
 use postrider::{Result, Timestamp, clock};
 
-use crate::Webhooks;
 use crate::catalog::Catalog;
 use crate::decide::{Event, Failing, Status, Verdict, after_failure, is_receivers, rest_after};
-use crate::orchestrator::{QUERIES, bury, int, moves, skip_locked, time};
+use crate::orchestrator::{BATCH, QUERIES, bury, int, moves, sagas_by_id, skip_locked, time};
 use crate::subscriptions::{GONE, Subscription, SubscriptionStatus};
+use crate::{Webhooks, health};
 
 /// A receiver that asks for time gets at most this much for all its deliveries.
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
@@ -71,17 +72,22 @@ struct Applied {
     held: Vec<(i64, Option<Timestamp>)>,
     /// Somebody was disabled.
     disabled: bool,
+    /// Where the next page begins, if something of a full one had to wait for somebody else's lock.
+    next: i64,
 }
 
 impl Webhooks {
     pub(crate) async fn apply_results(&self) -> Result<usize> {
+        // What waits for somebody else's lock must not keep those behind it waiting: page by page, then from the first.
+        let after = self.0.results_after.swap(0, Ordering::Relaxed);
         let webhooks = self.clone();
         let applied = self
-            .transact(Mode::Write, move |tx| {
+            .transact(Mode::Work, move |tx| {
                 let webhooks = webhooks.clone();
-                Box::pin(async move { webhooks.apply_some(tx).await })
+                Box::pin(async move { webhooks.apply_some(tx, after).await })
             })
             .await?;
+        self.0.results_after.store(applied.next, Ordering::Relaxed);
         for (id, until) in applied.held {
             self.note_hold(id, until);
         }
@@ -91,17 +97,26 @@ impl Webhooks {
         Ok(applied.results)
     }
 
-    async fn apply_some(&self, tx: &mut (dyn Tx + Send)) -> Result<Applied> {
+    async fn apply_some(&self, tx: &mut (dyn Tx + Send), after: i64) -> Result<Applied> {
         let sql = format!("{}{}", QUERIES[0], skip_locked(tx.dialect()));
-        let told = tx.query(&sql, &[]).await?.iter().map(told).collect::<Result<Vec<_>>>()?;
+        let told = tx.query(&sql, &[after.into()]).await?.iter().map(told).collect::<Result<Vec<_>>>()?;
         if told.is_empty() {
             return Ok(Applied::default());
         }
-        let (mut sagas, held_back) = sagas_of(tx, &told).await?;
+        let (mut sagas, mut held_back) = sagas_of(tx, &told).await?;
         // Never an old one: a subscription that seems gone would be given up.
         let (catalog, now) = self.catalog_in(tx).await?;
+        // Who says 410 is disabled in this very transaction, or not at all: else its results wait.
+        let gone = |result: &&Told| !result.success && result.error_code == GONE;
+        let leaving = told.iter().filter(gone).filter_map(|result| Some(sagas.get(&result.saga_id)?.subscription_id));
+        let leaving: BTreeSet<i64> = leaving.collect();
+        let free = health::changeable(tx, &leaving).await?;
+        let stays = |result: &Told, saga: &Met| gone(&result) && !free.contains(&saga.subscription_id);
+        held_back.extend(told.iter().filter_map(|result| {
+            sagas.get(&result.saga_id).filter(|saga| stays(result, saga)).map(|_| result.saga_id)
+        }));
         let mut awaited = Vec::new();
-        for result in &told {
+        for result in told.iter().filter(|result| !held_back.contains(&result.saga_id)) {
             // The first one counts; whatever else speaks of the same attempt changes nothing.
             if let Some(saga) = sagas.get_mut(&result.saga_id).filter(|saga| is_awaited(saga, result)) {
                 saga.status = if result.success { Status::Completed } else { Status::PendingRetry };
@@ -127,6 +142,9 @@ impl Webhooks {
         let list = in_ids(tx.dialect(), &jobs, &mut params);
         tx.execute(&format!("DELETE FROM webhook_results WHERE job_id {list}"), &params).await?;
         applied.results = jobs.len();
+        if told.len() == BATCH && !held_back.is_empty() {
+            applied.next = told.last().map_or(0, |last| last.job_id);
+        }
         Ok(applied)
     }
 
@@ -274,8 +292,9 @@ async fn complete(tx: &mut (dyn Tx + Send), awaited: &[(&Told, i64)], now: Times
         let list = in_ids(tx.dialect(), &ids, &mut params);
         params.push((i64::from(attempt) - 1).into());
         let sql = format!(
-            "UPDATE webhook_delivery_sagas SET status = ?, attempt_count = {}, next_attempt_at = NULL, updated_at = ?
+            "UPDATE {} SET status = ?, attempt_count = {}, next_attempt_at = NULL, updated_at = ?
              WHERE id {list} AND status = 'InProgress' AND attempt_count = {}",
+            sagas_by_id(tx.dialect()),
             int(tx.dialect()),
             int(tx.dialect())
         );

@@ -6,7 +6,7 @@ use postrider::{Enqueued, Error, Result, Timestamp};
 
 use crate::Webhooks;
 use crate::decide::{Event, Status};
-use crate::orchestrator::{QUERIES, Waiting, moves, skip_locked, waiting};
+use crate::orchestrator::{QUERIES, Waiting, moves, sagas_by_id, skip_locked, waiting};
 use crate::publish::Job;
 use crate::subscriptions::SubscriptionStatus;
 
@@ -16,7 +16,7 @@ const LOOK_AGAIN_AFTER: std::time::Duration = std::time::Duration::from_secs(1);
 impl Webhooks {
     pub(crate) async fn start_due(&self, status: Status) -> Result<usize> {
         let webhooks = self.clone();
-        self.transact(Mode::Write, move |tx| {
+        self.transact(Mode::Work, move |tx| {
             let webhooks = webhooks.clone();
             Box::pin(async move { webhooks.start_some(tx, status).await })
         })
@@ -58,8 +58,8 @@ impl Webhooks {
         let mut params: Vec<Value> = vec![to.as_str().into(), now.into()];
         let list = in_ids(tx.dialect(), &ids, &mut params);
         params.push(sagas[0].status.as_str().into());
-        let sql =
-            format!("UPDATE webhook_delivery_sagas SET status = ?, updated_at = ? WHERE id {list} AND status = ?");
+        let table = sagas_by_id(tx.dialect());
+        let sql = format!("UPDATE {table} SET status = ?, updated_at = ? WHERE id {list} AND status = ?");
         if tx.execute(&sql, &params).await? != ids.len() as u64 {
             return Err(Error::new(postrider::error::Kind::Busy, "a saga moved meanwhile"));
         }
@@ -103,7 +103,8 @@ impl Webhooks {
             let ids: Vec<i64> = sagas.iter().map(|saga| saga.id).collect();
             let mut params: Vec<Value> = vec![until.into(), now.into()];
             let list = in_ids(tx.dialect(), &ids, &mut params);
-            let sql = format!("UPDATE webhook_delivery_sagas SET next_attempt_at = ?, updated_at = ? WHERE id {list}");
+            let table = sagas_by_id(tx.dialect());
+            let sql = format!("UPDATE {table} SET next_attempt_at = ?, updated_at = ? WHERE id {list}");
             tx.execute(&sql, &params).await?;
         }
         if !locked.is_empty() {

@@ -12,7 +12,7 @@ use postrider::{Enqueued, Result, Timestamp};
 
 use crate::courier::{PAUSED, RESTING};
 use crate::decide::Status;
-use crate::orchestrator::{BATCH, QUERIES, skip_locked, waiting};
+use crate::orchestrator::{BATCH, QUERIES, sagas_by_id, skip_locked, waiting};
 use crate::publish::Job;
 use crate::subscriptions::SubscriptionStatus;
 use crate::{LANE, Webhooks};
@@ -100,8 +100,9 @@ pub(crate) async fn make_due(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<()
     let mut params: Vec<Value> = Vec::new();
     let (due, now) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
     let list = in_ids(tx.dialect(), ids, &mut params);
+    let table = sagas_by_id(tx.dialect());
     let sql = format!(
-        "UPDATE webhook_delivery_sagas SET next_attempt_at = {due}, updated_at = {now} WHERE id {list} AND next_attempt_at IS NULL AND status IN ('Pending', 'PendingRetry')"
+        "UPDATE {table} SET next_attempt_at = {due}, updated_at = {now} WHERE id {list} AND next_attempt_at IS NULL AND status IN ('Pending', 'PendingRetry')"
     );
     tx.execute(&sql, &params).await.map(drop)
 }
@@ -157,13 +158,13 @@ impl Webhooks {
         cursor.store(next.unwrap_or(0), Ordering::Relaxed);
         if !found.is_empty() {
             tracing::warn!(subscriptions = ?found, "deliveries were parked where nobody looked; they are looked at again");
-            self.transact(Mode::Write, move |tx| {
+            self.transact(Mode::Work, move |tx| {
                 let found = found.clone();
                 Box::pin(async move { reopen_gates(tx, &found).await })
             })
             .await?;
         }
-        self.transact(Mode::Write, |tx| {
+        self.transact(Mode::Work, |tx| {
             Box::pin(async move {
                 let found = without_time(tx).await?;
                 if found.is_empty() { Ok(()) } else { make_due(tx, &found).await }
@@ -195,7 +196,7 @@ impl Webhooks {
     pub(crate) async fn give_jobs(&self, ids: Vec<i64>) -> Result<Vec<i64>> {
         let webhooks = self.clone();
         let given = self
-            .transact(Mode::Write, move |tx| {
+            .transact(Mode::Work, move |tx| {
                 let (webhooks, ids) = (webhooks.clone(), ids.clone());
                 Box::pin(async move {
                     let mut params = Vec::new();

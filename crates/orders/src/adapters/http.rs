@@ -26,6 +26,8 @@ const MOST_BODY: usize = 1 << 20;
 
 /// Credentials are not read again before this time has passed: they may come from a program.
 const BETWEEN_READINGS: Duration = Duration::from_secs(2);
+/// Credentials that are read again must be there within this time; until then those in use stay.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a status of the broker means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,13 +130,20 @@ impl HttpBroker {
         if read_at.is_some_and(|at| Tick::now().since(at) < BETWEEN_READINGS) {
             return false;
         }
+        let changed = self.read_headers().await;
+        // Counted from its end: whoever waited for a slow reading does not begin another.
         *read_at = Some(Tick::now());
-        self.read_headers().await
+        changed
     }
 
     async fn read_headers(&self) -> bool {
         let Some(credentials) = self.credentials.clone() else { return false };
-        let read = tokio::task::spawn_blocking(move || credentials()).await.unwrap_or_else(|e| Err(e.to_string()));
+        // An order is under way, and its outcome known: it does not wait for ever for what the next one needs.
+        let reading = tokio::task::spawn_blocking(move || credentials());
+        let read = match tokio::time::timeout(PATIENCE, reading).await {
+            Ok(read) => read.unwrap_or_else(|e| Err(e.to_string())),
+            Err(_) => Err("they were not there in time".to_owned()),
+        };
         let read = read.and_then(|headers| request_headers(&headers).map_err(|e| e.message));
         match read {
             Err(error) => {

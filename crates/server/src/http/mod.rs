@@ -124,7 +124,7 @@ impl App {
             }),
             bytes: |message: &NewMessage| message.payload.len(),
             repeatable: |message| message.key.is_some(),
-            has_key: |message| message.key.is_some() || message.active_key.is_some(),
+            key: |message| message.key.clone().or_else(|| message.active_key.clone()),
         };
         let events = Ways {
             write: Box::new(move |events| {
@@ -133,7 +133,7 @@ impl App {
             }),
             bytes: |event: &NewEvent| event.payload.len(),
             repeatable: |event| event.external_id.is_some(),
-            has_key: |event| event.external_id.is_some(),
+            key: |event| event.external_id.clone(),
         };
         let placing = Ways {
             write: Box::new(move |orders| {
@@ -142,7 +142,7 @@ impl App {
             }),
             bytes: |_: &NewOrder| 512,
             repeatable: |_| true,
-            has_key: |_| true,
+            key: |order| Some(order.key.clone()),
         };
         let gate = Gate::new(outbox.clone(), memories.clone()).with_webhooks(webhooks.clone());
         let tokens = Tokens::new(outbox.clone());

@@ -531,6 +531,9 @@ async fn set_paused(
 ) -> Result<Json<LaneState>, Refusal> {
     let lane = lane_of(path)?;
     caller.may_use(&lane)?;
+    if lane == postrider_memories::LANE && !caller.spaces().are_all() {
+        return Err(Refusal::forbidden("the lane `memory` serves every space; this token is for some of them only"));
+    }
     if paused {
         app.outbox.pause(&lane).await?
     } else {

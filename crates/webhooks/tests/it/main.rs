@@ -3,6 +3,7 @@
 // Tests wait for real servers.
 #![allow(clippy::disallowed_methods)]
 
+mod beside;
 mod delivering;
 mod explain;
 mod fleet;

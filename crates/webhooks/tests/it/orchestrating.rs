@@ -439,7 +439,7 @@ async fn a_limit_lowered_meanwhile_holds_at_the_gate_too(home: Home) {
     let working = home.work();
     let (_, sagas) = home.publish("a", "x").await;
     home.ends(sagas[0], "PendingRetry").await;
-    drop(working);
+    working.end().await;
     let far = if home.url.starts_with("sqlite") { "253402214400000000" } else { "'9999-12-31 00:00:00'" };
     home.rows(&format!("UPDATE webhook_delivery_sagas SET next_attempt_at = {far}")).await;
     let patch = Patch { max_retry_limit: Some(Some(1)), ..Patch::default() };

@@ -4,13 +4,17 @@ use std::time::Duration;
 
 use super::*;
 
+/// Outcomes of a lane that may wait for locks of others, each with a lease that is renewed.
+const MOST_LOCKED: usize = 10_000;
+
 impl Core {
     /// How many more messages the lane may hold.
     pub(super) fn capacity(&self, lane: &Lane) -> usize {
         let s = &lane.settings;
-        // Outcomes the database is slow to take hold claims back.
-        let waiting = lane.verdicts.len() + lane.locked.len();
-        if waiting + lane.settling * s.batch > 3 * s.batch.max(s.concurrency) {
+        // Outcomes the database is slow to take hold claims back; those that wait for somebody else's lock do not, or one
+        // session could stop the lane.
+        let slow = lane.verdicts.len() + lane.settling * s.batch > 3 * s.batch.max(s.concurrency);
+        if slow || lane.locked.len() >= MOST_LOCKED {
             return 0;
         }
         (s.concurrency + s.prefetch()).saturating_sub(lane.running + lane.ready.len() + lane.coming).min(s.batch)
