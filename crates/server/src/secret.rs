@@ -136,6 +136,10 @@ fn all(texts: &[String]) -> Result<Vec<String>, String> {
 }
 
 fn run(command: &str) -> Result<String, String> {
+    run_for(command, LONGEST)
+}
+
+fn run_for(command: &str, longest: Duration) -> Result<String, String> {
     // Neither the command nor what it says is repeated: a secret may stand in both.
     let cannot = |e: std::io::Error| format!("the command of exec: cannot be run: {e}");
     let mut shell = Command::new("sh");
@@ -152,11 +156,10 @@ fn run(command: &str) -> Result<String, String> {
     let status = loop {
         match child.try_wait().map_err(cannot)? {
             Some(status) => break status,
-            None if Tick::now().since(begun) >= LONGEST => {
+            None if Tick::now().since(begun) >= longest => {
                 let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
                 let _ = child.wait();
-                let what = format!("the command of exec: did not end within {} s; run it by hand", LONGEST.as_secs());
-                return Err(what);
+                return Err(format!("the command of exec: did not end within {longest:?}; run it by hand to see why"));
             }
             None => std::thread::sleep(Duration::from_millis(10)),
         }
@@ -191,6 +194,25 @@ mod tests {
         std::fs::remove_file(file.path()).unwrap();
         read_again();
         assert_eq!(*fresh.get().await, "new plain", "the one we have is better than none");
+    }
+
+    /// With all that it has started: what a shell leaves behind would hold the pipe for ever.
+    #[test]
+    fn a_command_that_hangs_is_ended() {
+        let left = tempfile::NamedTempFile::new().unwrap();
+        let command = format!("sleep 600 & echo $! > {}; wait", left.path().display());
+        let refused = run_for(&command, Duration::from_millis(500)).unwrap_err();
+        assert!(refused.contains("did not end within 500ms"), "{refused}");
+        let pid = std::fs::read_to_string(left.path()).unwrap();
+        let status = || std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+        let gone = || status().map_or(true, |stat| stat.contains(") Z "));
+        for _ in 0..200 {
+            if gone() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("what it started goes on: {:?}", status());
     }
 
     #[test]

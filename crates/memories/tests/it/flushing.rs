@@ -14,6 +14,7 @@ use crate::openmemory::Mood;
 on_every_store!(
     a_limit_costs_no_attempt_and_paces_the_lane,
     a_damaged_message_loses_no_memory,
+    a_damaged_copy_is_not_sent_in_its_place,
     a_write_in_doubt_is_looked_for_before_it_is_made_again,
     a_write_that_may_be_under_way_is_not_made_again,
     what_ended_long_ago_is_pruned,
@@ -55,6 +56,21 @@ async fn a_limit_costs_no_attempt_and_paces_the_lane(home: Home) {
     flush_with(&other, &home).await;
     assert_eq!(home.upstream.contents().len(), 4, "all are brought once the limit is over");
     assert_eq!(home.count("outbox_done WHERE status = 'dead'").await, 0);
+}
+
+/// The message is as it was stored: what stands beside it and was changed is put right.
+async fn a_damaged_copy_is_not_sent_in_its_place(home: Home) {
+    home.upstream.be(Mood::Adding(503, json!({"error": "overloaded"})));
+    home.store("we never deploy on fridays").await;
+    home.execute("UPDATE memory_writes SET payload_md = 'we deploy on fridays'").await;
+    home.upstream.be(Mood::Well);
+    wait_until("it is brought", async || {
+        home.flush().await;
+        !home.upstream.contents().is_empty()
+    })
+    .await;
+    assert_eq!(home.upstream.contents(), ["we never deploy on fridays"]);
+    assert_eq!(home.text("SELECT payload_md FROM memory_writes").await, "we never deploy on fridays");
 }
 
 async fn a_damaged_message_loses_no_memory(home: Home) {

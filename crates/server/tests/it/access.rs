@@ -516,6 +516,11 @@ fn a_token_for_some_spaces_looks_into_no_other() {
             |token: &str| world.get(token, "/reliability/report").answered(200).json()["audit_stats"]["total"].clone();
         assert_eq!((total(&of_a), total(&teams)), (json!(2), json!(3)));
         assert_eq!(ask(&of_a, "/v1/reconcile", json!({})).status, 403);
+        for verb in ["pause", "resume"] {
+            let path = format!("/v1/lanes/memory/{verb}");
+            assert_eq!(ask(&of_a, &path, json!({})).status, 403, "other spaces' memories go there, too");
+            ask(&unlimited, &path, json!({})).answered(200);
+        }
         world.get(&of_a, "/v1/doctor").refused(403, "FORBIDDEN");
         let metrics = world.get(&of_a, "/metrics").answered(200).body;
         assert!(!metrics.contains("memory_stores"), "{metrics}");
