@@ -137,18 +137,22 @@ async fn next_shard(tx: &mut (dyn Tx + Send), lane: &str, after: Option<i64>) ->
     rows.first().map_or(Ok(None), |row| row.opt_int(0))
 }
 
-/// Of the first entries that have been due since `old`: those that are free, and those whose lease had run out by then.
+/// Of the first entries that have been due since `old`: those that are free, and those whose lease had run out by then. Where
+/// somebody holds one of them, somebody is at it: a long backlog is not a shard nobody serves.
 async fn heads(tx: &mut (dyn Tx + Send), lane: &str, shard: i64, old: Timestamp) -> Result<(Vec<i64>, Vec<i64>)> {
     let sql = format!(
         "SELECT id, lease_until FROM outbox WHERE lane = ? AND shard_id = ? AND due_at < ? ORDER BY due_at, id LIMIT {MOST_CASES}"
     );
-    let (mut free, mut expired) = (Vec::new(), Vec::new());
+    let (mut free, mut expired, mut is_served) = (Vec::new(), Vec::new(), false);
     for row in tx.query(&sql, &[lane.into(), shard.into(), old.into()]).await? {
         match row.opt_time(1)? {
             None => free.push(row.int(0)?),
             Some(until) if until < old => expired.push(row.int(0)?),
-            Some(_) => {}
+            Some(_) => is_served = true,
         }
+    }
+    if is_served {
+        free.clear();
     }
     Ok((free, expired))
 }

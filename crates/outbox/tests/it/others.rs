@@ -726,6 +726,11 @@ async fn the_doctor_finds_what_waits_in_vain(db: Database) {
     assert_eq!(repaired.len(), 1);
     assert_eq!(found(Duration::ZERO).await, expected[..3]);
     created(db.enqueue(NewMessage::new("a", "x").key("k")).await);
+    // Somebody is at it: what waits behind is a backlog.
+    db.advance(secs(1));
+    db.claim_ids("a", "w", &[nobody]).await;
+    let unserved = found(Duration::ZERO).await.into_iter().filter(|(check, _)| *check == Check::UnservedShard);
+    assert_eq!(unserved.count(), 0);
 }
 
 async fn audits_go_when_they_are_old(db: Database) {

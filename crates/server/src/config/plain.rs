@@ -8,7 +8,7 @@ use crate::secret;
 const KEEP: &str = "write where it is kept instead: \"env:NAME\", \"file:PATH\" or \"exec:COMMAND\"";
 
 /// Words that make a header, or a parameter of a URL, one that carries a secret.
-const SECRET: [&str; 13] = [
+const SECRET: [&str; 15] = [
     "auth",
     "authorization",
     "authentication",
@@ -16,17 +16,46 @@ const SECRET: [&str; 13] = [
     "cookie",
     "credential",
     "credentials",
+    "passphrase",
     "passwd",
     "password",
+    "pwd",
     "secret",
     "session",
     "sig",
     "token",
 ];
 /// The same within a longer word.
-const WITHIN: [&str; 7] = ["apikey", "api-key", "api_key", "accesskey", "access-key", "access_key", "signature"];
+const WITHIN: [&str; 11] = [
+    "apikey",
+    "api-key",
+    "api_key",
+    "accesskey",
+    "access-key",
+    "access_key",
+    "functions-key",
+    "private-key",
+    "private_key",
+    "signature",
+    "subscription-key",
+];
+/// Parameters of a URL that carry one at well-known services.
+const PARAMETERS: [&str; 2] = ["code", "key"];
 /// How values of well-known secrets begin.
-const VALUES: [&str; 8] = ["bearer ", "basic ", "pr_", "whsec_", "ghp_", "glpat-", "sk_live_", "xoxb-"];
+const VALUES: [&str; 12] = [
+    "bearer ",
+    "basic ",
+    "token ",
+    "pr_",
+    "whsec_",
+    "ghp_",
+    "github_pat_",
+    "glpat-",
+    "sk_live_",
+    "xoxb-",
+    "xoxp-",
+    "eyJ",
+];
 
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
@@ -55,7 +84,7 @@ pub fn url(key: &str, text: &str) -> Result<(), String> {
             "{key} has credentials in it, which are not sent; send them as a header: headers = {{ Authorization = \"env:NAME\" }}"
         ));
     }
-    match url.query_pairs().find(|(name, _)| is_secret(name)) {
+    match url.query_pairs().find(|(name, _)| is_secret(name) || PARAMETERS.contains(&&*name.to_ascii_lowercase())) {
         Some((name, _)) if !secret::is_reference(text) => {
             Err(format!("the parameter `{name}` of {key} looks like a secret; for the whole URL, {KEEP}"))
         }
@@ -80,6 +109,12 @@ mod tests {
             ("X-Anything", "Bearer canary"),
             ("X-Anything", "basic canary"),
             ("X-Anything", "whsec_canary"),
+            ("X-Anything", "github_pat_canary"),
+            ("X-Anything", "eyJcanary"),
+            ("Ocp-Apim-Subscription-Key", "canary"),
+            ("X-Functions-Key", "canary"),
+            ("X-Private-Key", "canary"),
+            ("X-Passphrase", "canary"),
         ] {
             let refused = header(name, value).unwrap_err();
             assert!(refused.contains("env:NAME") && !refused.contains("canary"), "{name}: {refused}");
@@ -93,6 +128,9 @@ mod tests {
             "https://canary@h.example/",
             "https://h/?token=canary",
             "https://h/?api_key=canary",
+            "https://h/?key=canary",
+            "https://h/?code=canary",
+            "https://h/?pwd=canary",
         ] {
             let refused = url("url", bad).unwrap_err();
             assert!(!refused.contains("canary"), "{refused}");

@@ -106,7 +106,13 @@ pub async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<C
         not_forwarded(headers)?;
         return same_site(headers).map(|()| Caller(None));
     };
-    known(app, shown.to_str().ok().and_then(|text| text.strip_prefix("Bearer ")).unwrap_or_default()).await
+    known(app, shown.to_str().ok().and_then(bearer).unwrap_or_default()).await
+}
+
+/// The token of an `Authorization` header; its scheme may be written in any case.
+pub fn bearer(shown: &str) -> Option<&str> {
+    let (scheme, token) = shown.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token)
 }
 
 async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
@@ -117,12 +123,13 @@ async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
 }
 
 /// What proxies add to the requests they pass on.
-const OF_PROXIES: [&str; 15] = [
+const OF_PROXIES: [&str; 18] = [
     "ali-cdn-real-ip",
     "cdn-loop",
     "client-ip",
     "do-connecting-ip",
     "front-end-https",
+    "incap-client-ip",
     "proxy-client-ip",
     "proxy-connection",
     "true-client-ip",
@@ -130,13 +137,15 @@ const OF_PROXIES: [&str; 15] = [
     "x-client-ip",
     "x-cluster-client-ip",
     "x-from-ip",
+    "x-originating-ip",
     "x-real-ip",
     "x-realip",
+    "x-sucuri-clientip",
     "x-varnish",
 ];
 
 /// The same by how their names begin.
-const BEGIN_OF_PROXIES: [&str; 23] = [
+const BEGIN_OF_PROXIES: [&str; 24] = [
     "akamai-",
     "cf-",
     "cloudfront-",
@@ -153,6 +162,7 @@ const BEGIN_OF_PROXIES: [&str; 23] = [
     "x-azure-",
     "x-envoy-",
     "x-forwarded",
+    "x-http-forwarded",
     "x-nf-",
     "x-nginx-",
     "x-original-",

@@ -17,7 +17,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use super::accept::{Limits, serve};
-use super::auth::{not_forwarded, same_site};
+use super::auth::{bearer, not_forwarded, same_site};
 use super::error::Refusal;
 use super::health::livez;
 use super::slots::Rules;
@@ -57,7 +57,7 @@ impl Scrape {
     }
 
     async fn may_read(&self, headers: &HeaderMap) -> Result<(), Refusal> {
-        let shown = headers.get(header::AUTHORIZATION).and_then(|shown| shown.to_str().ok()?.strip_prefix("Bearer "));
+        let shown = headers.get(header::AUTHORIZATION).and_then(|shown| bearer(shown.to_str().ok()?));
         let Some(shown) = shown else {
             return match self.tokens_required {
                 true => Err(unauthorized()),

@@ -147,7 +147,11 @@ fn what_a_proxy_passed_on_needs_a_token() {
         ("X-Envoy-Original-Path", "/"),
         ("Tailscale-User-Login", "ann@example.org"),
         ("WL-Proxy-Client-IP", "192.0.2.1"),
+        ("X-Originating-IP", "192.0.2.1"),
+        ("X-HTTP-Forwarded-For", "192.0.2.1"),
     ];
+    let lower = format!("bearer {token}");
+    server.request("GET", "/v1/outbox", &[("authorization", lower.as_str())], b"").answered(200);
     let bearer = format!("Bearer {token}");
     for header in proxied {
         for path in ["/v1/outbox", "/v1/overview", "/metrics", "/v1/session"] {
