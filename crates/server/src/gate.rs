@@ -1,7 +1,7 @@
 //! What this process can do, checked; and what the gate says about it.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use postrider::clock::Tick;
@@ -24,6 +24,8 @@ const WEBHOOKS: &str = "webhooks";
 const READ: Duration = Duration::from_secs(1);
 /// and what writes or calls somebody else is tried once in this.
 const TRIED: Duration = Duration::from_secs(5);
+/// Whoever asks has an answer within this time: a look that takes longer goes on for those who ask next.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// `[gate]` and the environment.
 #[derive(Clone, Debug, Default)]
@@ -75,12 +77,14 @@ pub struct Gate {
     outbox: Outbox,
     memories: Option<Memories>,
     webhooks: Option<Webhooks>,
-    seen: Arc<Mutex<LastSeen>>,
+    seen: Arc<std::sync::Mutex<LastSeen>>,
+    /// One look at a time.
+    looking: Arc<Mutex<()>>,
 }
 
 impl Gate {
     pub fn new(outbox: Outbox, memories: Option<Memories>) -> Self {
-        Gate { outbox, memories, webhooks: None, seen: Arc::default() }
+        Gate { outbox, memories, webhooks: None, seen: Arc::default(), looking: Arc::default() }
     }
 
     /// Looks at webhooks too: does this process hold the key of their secrets?
@@ -88,24 +92,70 @@ impl Gate {
         Gate { webhooks: Some(webhooks), ..self }
     }
 
+    fn seen(&self) -> MutexGuard<'_, LastSeen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub async fn look(&self, rules: &GateRules) -> Verdict {
-        let mut seen = self.seen.lock().await;
-        let fresh = |seen: &Seen, patience: Duration| {
-            seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < patience).map(|(_, checked)| checked.clone())
+        let gate = self.clone();
+        // A task of its own: a request that is given up takes the answer away from nobody.
+        let looking = tokio::spawn(async move { gate.look_now().await });
+        let mut checked = match tokio::time::timeout(PATIENCE, looking).await {
+            Ok(Ok(checked)) => checked,
+            _ => self.last_seen(),
         };
-        let mut checked = match fresh(&seen.read, READ) {
-            Some(checked) => checked,
-            None => noted(&mut seen.read, self.read().await),
-        };
-        checked.extend(match fresh(&seen.tried, TRIED) {
-            Some(checked) => checked,
-            None => noted(&mut seen.tried, self.try_out().await),
-        });
         // Known without asking anybody.
         if let Some(trouble) = writes::trouble() {
             note(&mut checked, "store", Err(trouble.into()));
         }
         verdict(rules, self.memories.is_some(), &checked)
+    }
+
+    async fn look_now(&self) -> BTreeMap<String, Checked> {
+        let _alone = self.looking.lock().await;
+        let fresh = |seen: &Seen, patience: Duration| {
+            seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < patience).map(|(_, checked)| checked.clone())
+        };
+        let (read, tried) = {
+            let seen = self.seen();
+            (fresh(&seen.read, READ), fresh(&seen.tried, TRIED))
+        };
+        let mut checked = match read {
+            Some(checked) => checked,
+            None => {
+                let checked = self.read().await;
+                noted(&mut self.seen().read, checked)
+            }
+        };
+        checked.extend(match tried {
+            Some(checked) => checked,
+            None => {
+                let checked = self.try_out().await;
+                noted(&mut self.seen().tried, checked)
+            }
+        });
+        checked
+    }
+
+    /// What was seen before the look that takes so long; what it looks at does not answer in time.
+    fn last_seen(&self) -> BTreeMap<String, Checked> {
+        let seen = self.seen();
+        let known = |seen: &Seen, lately: Duration| {
+            let lately = seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < lately);
+            lately.map(|(_, checked)| checked.clone()).unwrap_or_default()
+        };
+        let late = || Err(format!("no answer within {} s", PATIENCE.as_secs()));
+        // What was read is read first: if this look has not come to its end, it is not there.
+        let mut checked = known(&seen.read, PATIENCE);
+        checked.extend(known(&seen.tried, 6 * PATIENCE));
+        for name in ["store", "outbox", "audit"] {
+            checked.entry(name.to_owned()).or_insert_with(late);
+        }
+        if self.memories.is_some() {
+            checked.entry("reconcile".to_owned()).or_insert_with(late);
+            checked.insert("openmemory".to_owned(), late());
+        }
+        checked
     }
 
     /// What reading tells, at the heads of the lanes: it costs the same whatever the backlog.

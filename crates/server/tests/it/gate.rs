@@ -30,6 +30,22 @@ fn health_tells_what_works() {
     });
 }
 
+/// A service so slow that a look at it takes longer than a request may: whoever asks is told so, in time.
+#[test]
+fn a_slow_openmemory_is_told_in_time() {
+    let home = Home::sqlite();
+    let memory = OpenMemory::start(&home, &[]);
+    home.write("postrider.toml", &format!("[memory]\nurl = \"{}\"\ntimeout_ms = 5000\n", memory.url()));
+    let server = Server::start(&home, &["--no-workers"]);
+    memory.told(json!({ "mode": "fail_writes", "status": 503 }));
+    assert_deferred(&store(&server, "it failed", "team:a").answered(202).json());
+    memory.told(json!({ "mode": "slow", "delay_ms": 4500 }));
+    crate::home::wait_until("what was seen before is forgotten", || server.get("/health").status == 503);
+    let health = server.get("/health").answered(503).json();
+    assert_eq!(health["capabilities"]["openmemory"], "failed", "{health}");
+    assert_eq!(health["capabilities"]["store"], "ok", "{health}");
+}
+
 #[test]
 fn the_three_ways_to_skip_and_no_other() {
     let home = Home::sqlite();
