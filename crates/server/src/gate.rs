@@ -71,6 +71,15 @@ fn noted(seen: &mut Seen, checked: BTreeMap<String, Checked>) -> BTreeMap<String
     checked
 }
 
+/// What was seen within this time.
+fn lately(seen: &Seen, time: Duration) -> Option<BTreeMap<String, Checked>> {
+    seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < time).map(|(_, checked)| checked.clone())
+}
+
+fn late() -> Checked {
+    Err(format!("no answer within {} s", PATIENCE.as_secs()))
+}
+
 /// Checks capabilities, and remembers for a moment what it saw.
 #[derive(Clone)]
 pub struct Gate {
@@ -78,13 +87,15 @@ pub struct Gate {
     memories: Option<Memories>,
     webhooks: Option<Webhooks>,
     seen: Arc<std::sync::Mutex<LastSeen>>,
-    /// One look at a time.
-    looking: Arc<Mutex<()>>,
+    /// One look at a time, of each kind.
+    reading: Arc<Mutex<()>>,
+    trying: Arc<Mutex<()>>,
 }
 
 impl Gate {
     pub fn new(outbox: Outbox, memories: Option<Memories>) -> Self {
-        Gate { outbox, memories, webhooks: None, seen: Arc::default(), looking: Arc::default() }
+        let (seen, reading, trying) = Default::default();
+        Gate { outbox, memories, webhooks: None, seen, reading, trying }
     }
 
     /// Looks at webhooks too: does this process hold the key of their secrets?
@@ -97,13 +108,19 @@ impl Gate {
     }
 
     pub async fn look(&self, rules: &GateRules) -> Verdict {
-        let gate = self.clone();
-        // A task of its own: a request that is given up takes the answer away from nobody.
-        let looking = tokio::spawn(async move { gate.look_now().await });
-        let mut checked = match tokio::time::timeout(PATIENCE, looking).await {
+        let (reads, tries) = (self.clone(), self.clone());
+        // Tasks of their own: a request that is given up takes the answer away from nobody.
+        let reading = tokio::time::timeout(PATIENCE, tokio::spawn(async move { reads.read_lately().await }));
+        let trying = tokio::time::timeout(PATIENCE, tokio::spawn(async move { tries.try_lately().await }));
+        let (read, tried) = tokio::join!(reading, trying);
+        let mut checked = match read {
             Ok(Ok(checked)) => checked,
-            _ => self.last_seen(),
+            _ => ["store", "outbox"].map(|name| (name.to_owned(), late())).into(),
         };
+        checked.extend(match tried {
+            Ok(Ok(checked)) => checked,
+            _ => self.tried_before(),
+        });
         // Known without asking anybody.
         if let Some(trouble) = writes::trouble() {
             note(&mut checked, "store", Err(trouble.into()));
@@ -111,46 +128,34 @@ impl Gate {
         verdict(rules, self.memories.is_some(), &checked)
     }
 
-    async fn look_now(&self) -> BTreeMap<String, Checked> {
-        let _alone = self.looking.lock().await;
-        let fresh = |seen: &Seen, patience: Duration| {
-            seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < patience).map(|(_, checked)| checked.clone())
-        };
-        let (read, tried) = {
-            let seen = self.seen();
-            (fresh(&seen.read, READ), fresh(&seen.tried, TRIED))
-        };
-        let mut checked = match read {
+    async fn read_lately(&self) -> BTreeMap<String, Checked> {
+        let _alone = self.reading.lock().await;
+        let known = lately(&self.seen().read, READ);
+        match known {
             Some(checked) => checked,
             None => {
                 let checked = self.read().await;
                 noted(&mut self.seen().read, checked)
             }
-        };
-        checked.extend(match tried {
+        }
+    }
+
+    async fn try_lately(&self) -> BTreeMap<String, Checked> {
+        let _alone = self.trying.lock().await;
+        let known = lately(&self.seen().tried, TRIED);
+        match known {
             Some(checked) => checked,
             None => {
                 let checked = self.try_out().await;
                 noted(&mut self.seen().tried, checked)
             }
-        });
-        checked
+        }
     }
 
-    /// What was seen before the look that takes so long; what it looks at does not answer in time.
-    fn last_seen(&self) -> BTreeMap<String, Checked> {
-        let seen = self.seen();
-        let known = |seen: &Seen, lately: Duration| {
-            let lately = seen.as_ref().filter(|(at, _)| Tick::now().since(*at) < lately);
-            lately.map(|(_, checked)| checked.clone()).unwrap_or_default()
-        };
-        let late = || Err(format!("no answer within {} s", PATIENCE.as_secs()));
-        // What was read is read first: if this look has not come to its end, it is not there.
-        let mut checked = known(&seen.read, PATIENCE);
-        checked.extend(known(&seen.tried, 6 * PATIENCE));
-        for name in ["store", "outbox", "audit"] {
-            checked.entry(name.to_owned()).or_insert_with(late);
-        }
+    /// What was tried before the trial that takes so long. It is OpenMemory that may take its time.
+    fn tried_before(&self) -> BTreeMap<String, Checked> {
+        let mut checked = lately(&self.seen().tried, 6 * PATIENCE).unwrap_or_default();
+        checked.entry("audit".to_owned()).or_insert_with(late);
         if self.memories.is_some() {
             checked.entry("reconcile".to_owned()).or_insert_with(late);
             checked.insert("openmemory".to_owned(), late());
