@@ -18,7 +18,7 @@ use crate::adapters::{Adapter, Answer, Found, Sending};
 use crate::book::{Tried, by_worker};
 use crate::decide::{
     Claimed, Idempotency, Next, Past, Reason, Refusal, Sent, Status, Way, after_nonsense, after_refusal,
-    awaits_look_up, code, left_a_doubt, waits_since, way,
+    awaits_look_up, code, left_a_doubt, outlives_its_budget, waits_since, way,
 };
 use crate::ledger::{self, Entry};
 use crate::request::Order;
@@ -288,6 +288,9 @@ impl OrderCourier {
                 if !matches!(outcome, Outcome::Defer { .. }) {
                     self.keep(message, began_at, took, None, None);
                 }
+                if outlives_its_budget(&outcome, message.attempts, self.0.0.settings.max_attempts) {
+                    self.tell_in_doubt(message).await;
+                }
                 outcome
             }
         }
@@ -315,13 +318,32 @@ impl OrderCourier {
     /// Every order waits for it, so one alert for all.
     async fn tell_unauthorized(&self, id: i64) {
         tracing::error!(outbox_id = id, lane = LANE, "the broker refuses our credentials; orders wait");
+        self.tell(unauthorized()).await;
+    }
+
+    /// A broker that answers nothing is most likely silent about other orders, too: one alert for all.
+    async fn tell_in_doubt(&self, message: &Message) {
+        let attempts = message.attempts.saturating_add(1);
+        let id = message.id;
+        tracing::error!(
+            outbox_id = id,
+            lane = LANE,
+            attempts,
+            "the broker does not say what became of an order; it goes on"
+        );
+        self.tell(in_doubt(id, attempts)).await;
+    }
+
+    async fn tell(&self, alert: Alert) {
         let Some(alerts) = self.0.0.alerts.clone() else { return };
         let told = self.0.transact(Mode::Write, move |tx| {
-            let alerts = alerts.clone();
-            Box::pin(async move { alerts.raise(tx, &unauthorized()).await })
+            let (alerts, alert) = (alerts.clone(), alert.clone());
+            Box::pin(async move { alerts.raise(tx, &alert).await })
         });
-        if let Err(error) = told.await {
-            tracing::warn!(%error, "the alert could not be written");
+        match told.await {
+            Ok(true) => self.0.0.outbox.ring(),
+            Ok(false) => {}
+            Err(error) => tracing::warn!(%error, "the alert could not be written"),
         }
     }
 }
@@ -439,6 +461,18 @@ fn needs_reconcile(id: i64, why: &str) -> Alert {
         ),
         count: 1,
         details: serde_json::json!({ "outbox_id": id, "why": why }),
+    }
+}
+
+fn in_doubt(id: i64, attempts: u32) -> Alert {
+    Alert {
+        kind: "orders_in_doubt",
+        subject: LANE.to_owned(),
+        message: format!(
+            "the broker has not said what became of order {id} after {attempts} attempts; it may have been executed, so no budget ends it and it is asked for again. Is the broker well? To end it by hand: postrider orders settle KEY --as succeeded|failed"
+        ),
+        count: 1,
+        details: serde_json::json!({ "outbox_id": id, "attempts": attempts }),
     }
 }
 

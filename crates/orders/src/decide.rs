@@ -264,6 +264,12 @@ pub fn after_refusal(refusal: Refusal, sent: Sent) -> Next {
     }
 }
 
+/// Is it tried again though its attempts are used up? No budget ends what may have been executed; but a person should know.
+pub fn outlives_its_budget(outcome: &Outcome, attempts: u32, max_attempts: u32) -> bool {
+    let in_doubt = matches!(outcome, Outcome::Retry { fault, .. } if fault.reach == Reach::Unknown);
+    in_doubt && attempts.saturating_add(1) >= max_attempts
+}
+
 /// The broker answered, and what it says makes no sense: whatever it did is done. It is asked again within its budget, as
 /// an order in doubt is, and then a person must look: the next answer would be no better.
 pub fn after_nonsense(why: &str, attempts: u32, max_attempts: u32) -> Next {
@@ -339,6 +345,14 @@ mod tests {
         }
         let ours = after_refusal(refusal(Reason::Unauthorized, Reach::Answered), sent(false, LOOK_UP));
         assert!(matches!(ours, Next::Settle(Outcome::Defer { .. })), "a rotated key is no attempt");
+    }
+
+    #[test]
+    fn what_no_budget_ends_is_told_once_its_attempts_are_used_up() {
+        let timeout = Outcome::retry("BROKER_TIMEOUT", "no answer", Reach::Unknown);
+        assert_eq!([1, 2, 9].map(|attempts| outlives_its_budget(&timeout, attempts, 3)), [false, true, true]);
+        let refused = Outcome::retry("BROKER_5XX", "no", Reach::Answered);
+        assert!(!outlives_its_budget(&refused, 2, 3), "its budget ends it");
     }
 
     #[test]

@@ -307,7 +307,11 @@ fn said(body: &[u8], whole: bool) -> Result<Found, String> {
         return Ok(Found::Nothing);
     }
     let reference = said.order_ref.or(said.id).ok_or("it has neither order_ref nor id")?;
-    let order_ref = reference.as_str().map_or_else(|| reference.to_string(), str::to_owned);
+    let order_ref = match reference {
+        Value::String(text) if !text.trim().is_empty() => text,
+        Value::Number(number) => number.to_string(),
+        _ => return Err("its order_ref is neither a text nor a number".to_owned()),
+    };
     if order_ref.len() > 255 || order_ref.chars().any(char::is_control) {
         return Err("its order_ref is no reference".to_owned());
     }
@@ -446,7 +450,12 @@ mod tests {
         assert_eq!(executed(partly).executed_qty(), 40.into(), "what was filled is executed");
         assert!(matches!(read(r#"{"id":"r","status":"REJECTED"}"#), Ok(Found::Rejected(_))));
         assert_eq!(read(r#"{"status":"not_found"}"#), Ok(Found::Nothing));
-        for nonsense in ["{}", "done", "{\"id\":\"a\\u0000b\"}"] {
+        let no_reference =
+            ["true", "{}", "[\"r\"]", "\"\"", "\" \"", "null"].map(|it| format!("{{\"order_ref\":{it}}}"));
+        assert_eq!(executed(r#"{"order_ref":17}"#).order_ref, "17");
+        for nonsense in
+            ["{}", "done", "{\"id\":\"a\\u0000b\"}"].into_iter().chain(no_reference.iter().map(String::as_str))
+        {
             assert!(read(nonsense).is_err(), "{nonsense}");
         }
         assert!(said(br#"{"id":"r"}"#, false).is_err(), "cut off");

@@ -98,7 +98,18 @@ async fn budgets_end_only_what_was_never_in_doubt(ground: Ground) {
     home.place("doubtful").await;
     home.work_until("doubtful", "succeeded").await;
     assert_eq!(home.view("doubtful").await.1, 5, "more than the budget, and not given up");
+    assert_eq!(home.count(IN_DOUBT).await, 0, "only the first attempt had no answer");
+
+    let timeout = || Act::Refuse(Reason::Timeout, Reach::Unknown);
+    home.broker.next(&[timeout(), timeout(), timeout(), timeout()]);
+    home.place("silence").await;
+    home.work_until("silence", "succeeded").await;
+    assert_eq!(home.broker.executions("silence"), 1);
+    assert_eq!(home.count(IN_DOUBT).await, 1, "somebody is told once its attempts are used up");
 }
+
+/// The alert about a broker that does not answer.
+const IN_DOUBT: &str = "outbox_alerts WHERE kind = 'orders_in_doubt' AND raised_at IS NOT NULL";
 
 async fn an_adapter_that_fails_without_a_reason_is_tried_again(ground: Ground) {
     let home = ground.open(Idempotency::Key).await;
