@@ -16,7 +16,7 @@ const BATCH: usize = 100;
 impl Memories {
     /// Makes due now what waits only because the service could not be used; answers how many.
     pub async fn wake(&self) -> Result<usize> {
-        self.0.outbox.wake_waiting(LANE, Some(&waiting::ALL)).await
+        self.0.outbox.wake_waiting(LANE, Some(&waiting::FOR_SERVICE)).await
     }
 
     /// Makes every queued memory due now, whatever it waits for; answers how many waited.

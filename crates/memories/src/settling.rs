@@ -35,6 +35,7 @@ impl OnSettled for Settling {
         let mut ended: Vec<&Winner> = winners.iter().filter(|winner| winner.verdict.ends()).collect();
         // In the order of their copies, so that two settles cannot deadlock.
         ended.sort_by(|a, b| (&a.target, &a.active_key).cmp(&(&b.target, &b.active_key)));
+        let mut dead = Vec::new();
         for winner in ended {
             // By its number first: what a damaged message holds is the digest of nothing we know.
             let copy = match copies::of_message(tx, winner.id).await? {
@@ -51,23 +52,26 @@ impl OnSettled for Settling {
                         copies::become_(tx, copy.id, Becomes::Stored { memory_id, merged, outbox_id }).await?;
                     }
                 }
-                Verdict::Dead { code, error, .. } => self.given_up(tx, winner, copy, code, error).await?,
+                Verdict::Dead { code, error, .. } => dead.push(self.give_up(tx, winner, copy, code, error).await?),
                 _ => {}
             }
         }
-        Ok(())
+        match self.0.get().and_then(Option::as_ref) {
+            Some(alerts) => alerts.raise_all(tx, dead).await,
+            None => Ok(()),
+        }
     }
 }
 
 impl Settling {
-    async fn given_up(
+    async fn give_up(
         &self,
         tx: &mut (dyn Tx + Send),
         winner: &Winner,
         copy: Option<Copy>,
         code: &str,
         error: &str,
-    ) -> Result<()> {
+    ) -> Result<Alert> {
         let its = |copy: &Copy| copy.state == State::Queued && copy.outbox_id == Some(winner.id);
         let mut again = false;
         if let Some(copy) = copy.filter(its) {
@@ -77,10 +81,7 @@ impl Settling {
             let next = if again { Becomes::LeftBehind } else { Becomes::Dead { refusal: refusal(error) } };
             copies::become_(tx, copy.id, next).await?;
         }
-        if let Some(alerts) = self.0.get().and_then(Option::as_ref) {
-            alerts.raise(tx, &given_up(winner.id, code, again)).await?;
-        }
-        Ok(())
+        Ok(given_up(winner.id, code, again))
     }
 }
 

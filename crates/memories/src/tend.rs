@@ -27,7 +27,9 @@ const SCOUT_EVERY: Duration = Duration::from_secs(30);
 pub(crate) mod waiting {
     pub const BREAKER_OPEN: &str = "BREAKER_OPEN";
     pub const UNUSABLE: &str = "OPENMEMORY_UNUSABLE";
-    pub const ALL: [&str; 2] = [BREAKER_OPEN, UNUSABLE];
+    /// Those who wait only for the service, or whose last attempt it did not answer: they come as soon as it does again.
+    pub const FOR_SERVICE: [&str; 6] =
+        [BREAKER_OPEN, UNUSABLE, "TIMEOUT", "CONNECT_REFUSED", "CONNECTION_RESET", "DNS_FAILED"];
     /// It takes no more for now; each comes at its turn.
     pub const LIMITED: &str = "OPENMEMORY_LIMITED";
     /// An earlier write may yet be applied; it is looked for.

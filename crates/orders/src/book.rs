@@ -126,19 +126,18 @@ impl Book {
         Some(Finish { event, http_status, response, broker_ref, reason_code: reason })
     }
 
-    async fn tell_of_failure(&self, tx: &mut (dyn Tx + Send), rules: &Rules, finish: &Finish, id: i64) -> Result<()> {
-        let (Some(alerts), Event::Refused) = (&rules.alerts, finish.event) else { return Ok(()) };
-        let reason = finish.reason_code.as_deref().unwrap_or("?");
-        let alert = Alert {
-            kind: "failed_orders",
-            subject: LANE.to_owned(),
-            message: format!(
-                "order {id} was given up: {reason}; look: postrider outbox show {id}, bring back: postrider orders requeue KEY"
-            ),
-            count: 1,
-            details: serde_json::json!({ "outbox_id": id, "reason_code": reason }),
-        };
-        alerts.raise(tx, &alert).await.map(drop)
+}
+
+fn given_up(finish: &Finish, id: i64) -> Alert {
+    let reason = finish.reason_code.as_deref().unwrap_or("?");
+    Alert {
+        kind: "failed_orders",
+        subject: LANE.to_owned(),
+        message: format!(
+            "order {id} was given up: {reason}; look: postrider outbox show {id}, bring back: postrider orders requeue KEY"
+        ),
+        count: 1,
+        details: serde_json::json!({ "outbox_id": id, "reason_code": reason }),
     }
 }
 
@@ -155,6 +154,7 @@ impl OnSettled for Book {
             ended.iter().filter_map(|winner| Some((*winner, winner.active_key.as_deref()?))).collect();
         // In the order of keys, as everywhere.
         named.sort_by_key(|entry| entry.1);
+        let mut failures = Vec::new();
         for (winner, key) in named {
             let order = Order::parse(&winner.payload).ok();
             let digest = order.as_ref().map_or("", |order| order.digest.as_str());
@@ -177,12 +177,17 @@ impl OnSettled for Book {
                     "an order that may have been executed is not recorded as failed",
                 ));
             }
-            if ledger::finish(tx, (key, Some(winner.id)), &finish, rules.ledger_ttl, &by).await? {
-                self.tell_of_failure(tx, rules, &finish, winner.id).await?;
+            if ledger::finish(tx, (key, Some(winner.id)), &finish, rules.ledger_ttl, &by).await?
+                && finish.event == Event::Refused
+            {
+                failures.push(given_up(&finish, winner.id));
             }
             reach("settling");
         }
-        Ok(())
+        match &rules.alerts {
+            Some(alerts) => alerts.raise_all(tx, failures).await,
+            None => Ok(()),
+        }
     }
 }
 

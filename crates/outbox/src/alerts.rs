@@ -1,20 +1,21 @@
 //! Alerts are messages too: written on a lane of their own in the transaction that saw the trouble, so they survive what a
 //! message survives. One trouble is one alert: within `every`, what comes again is only counted, by all processes together,
 //! also when the trouble was over in between. What is told of one trouble is told in order, and only the last word of it:
-//! see [`Alerts::place`].
+//! see [`Alerts::place`]. Nobody's work waits for somebody else's alert: where the row of a trouble is locked, or not there
+//! yet, the alert is written as a note, and whether it is told is decided when it is about to be sent.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use crate::clock::Tick;
+use crate::clock::{self, Tick};
 use crate::error::Result;
 use crate::message::{Message, NewMessage};
 use crate::outbox::Outbox;
-use crate::settle::for_update;
+use crate::settle::{for_update, skip_locked};
 use crate::store::{Mode, transact};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Dialect, Row, Tx, Value};
@@ -38,6 +39,9 @@ pub mod kind {
     pub const DEAD_MESSAGES: &str = "dead_messages";
     pub const LANE_TOO_OLD: &str = "lane_too_old";
 }
+
+const RAISED: &str = "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, suppressed = 0, waiting_json = NULL WHERE kind = ? AND subject = ?";
+const LAST_WORD: &str = "UPDATE outbox_alerts SET message_id = ? WHERE kind = ? AND subject = ?";
 
 /// Something an operator should hear of.
 #[derive(Clone, Debug)]
@@ -70,6 +74,8 @@ struct Standing {
     resolved_at: Option<Timestamp>,
     suppressed: i64,
     message_id: Option<i64>,
+    /// What an alert counted that is still on its way, and that the next one overtakes.
+    untold: i64,
     now: Timestamp,
 }
 
@@ -132,27 +138,45 @@ impl Alerts {
         Alerts { outbox: outbox.owning(OWNER), lane: lane.into(), every, begun: Tick::now() }
     }
 
-    /// Raises an alert in the given transaction; `false` if one like it went out within `every`, and it was only counted.
-    /// A trouble that comes back within `every` after it was over is told after that time, unless it is over by then.
+    /// Raises an alert in the given transaction, which waits for nobody; `false` if one like it went out within `every`, and
+    /// it was only counted. A trouble that comes back within `every` after it was over is told after that time, unless it is
+    /// over by then.
     pub async fn raise(&self, tx: &mut (dyn Tx + Send), alert: &Alert) -> Result<bool> {
-        self.raise_as(tx, alert.kind, alert).await
+        let standing = match tx.dialect() {
+            Dialect::Sqlite => Some(self.lock(tx, alert.kind, &alert.subject).await?),
+            dialect => self.standing(tx, alert.kind, &alert.subject, skip_locked(dialect)).await?,
+        };
+        match standing {
+            Some(standing) => self.raise_locked(tx, alert.kind, alert, standing).await,
+            None => self.enqueue(tx, note(alert), alert).await.map(|_| true),
+        }
     }
 
-    async fn raise_as(&self, tx: &mut (dyn Tx + Send), kind: &str, alert: &Alert) -> Result<bool> {
-        let standing = self.lock(tx, kind, &alert.subject).await?;
-        let name = [kind.into(), alert.subject.as_str().into()];
-        if standing.raised_within(self.every) {
-            let [kind, subject] = name;
-            let waiting = (!standing.is_raised()).then(|| waiting_json(alert));
-            let sql =
-                "UPDATE outbox_alerts SET suppressed = suppressed + ?, waiting_json = ? WHERE kind = ? AND subject = ?";
-            tx.execute(sql, &[alert.count.into(), waiting.into(), kind, subject]).await?;
-            return Ok(false);
+    /// The same for what happened in one batch: of each trouble one alert, the last, with the counts of all.
+    pub async fn raise_all(&self, tx: &mut (dyn Tx + Send), alerts: Vec<Alert>) -> Result<()> {
+        let mut merged: BTreeMap<(&str, String), Alert> = BTreeMap::new();
+        for mut alert in alerts {
+            let name = (alert.kind, alert.subject.clone());
+            alert.count += merged.get(&name).map_or(0, |earlier| earlier.count);
+            merged.insert(name, alert);
         }
-        let mut params: Vec<Value> = vec![standing.now.into()];
-        params.extend(name);
-        let sql = "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, suppressed = 0, waiting_json = NULL WHERE kind = ? AND subject = ?";
-        tx.execute(sql, &params).await?;
+        for alert in merged.values() {
+            self.raise(tx, alert).await?;
+        }
+        Ok(())
+    }
+
+    async fn raise_locked(
+        &self,
+        tx: &mut (dyn Tx + Send),
+        kind: &str,
+        alert: &Alert,
+        standing: Standing,
+    ) -> Result<bool> {
+        if standing.raised_within(self.every) {
+            return only_count(tx, kind, alert, &standing).await.map(|()| false);
+        }
+        tx.execute(RAISED, &[standing.now.into(), kind.into(), alert.subject.as_str().into()]).await?;
         self.write(tx, "raised", kind, alert, &standing).await?;
         Ok(true)
     }
@@ -187,13 +211,50 @@ impl Alerts {
         let (Some(kind), Some(subject)) = (body["kind"].as_str(), body["subject"].as_str()) else {
             return Ok(Place::Last);
         };
-        let (name, id, previous) = ([kind.to_owned(), subject.to_owned()], message.id, body["previous_id"].as_i64());
-        let work = Arc::new(name);
+        let told = Told {
+            id: message.id,
+            tried: message.attempts > 0,
+            name: [kind.to_owned(), subject.to_owned()],
+            previous: body["previous_id"].as_i64(),
+            note: body["note"].as_bool().unwrap_or(false).then(|| alert_of(subject, &body)),
+        };
+        let work = Arc::new((self.clone(), told));
         transact(&**self.outbox.store(), Mode::Write, move |tx| {
             let work = work.clone();
-            Box::pin(async move { place(tx, &work, id, previous).await })
+            Box::pin(async move {
+                let (alerts, told) = &*work;
+                match &told.note {
+                    Some(note) => alerts.place_note(tx, told, note).await,
+                    None => place(tx, told).await,
+                }
+            })
         })
         .await
+    }
+
+    /// A note is told like any other alert, or only counted, as it would have been when it was written.
+    async fn place_note(&self, tx: &mut (dyn Tx + Send), told: &Told, note: &Alert) -> Result<Place> {
+        let [kind, subject] = &told.name;
+        let standing = self.lock(tx, kind, subject).await?;
+        if let Some(last) = standing.message_id {
+            if last == told.id {
+                return Ok(Place::Last);
+            }
+            // It had its turn, and something newer was told since.
+            if told.tried {
+                return Ok(Place::Overtaken(last));
+            }
+            if standing.raised_within(self.every) || (standing.is_raised() && is_live(tx, last).await?) {
+                only_count(tx, kind, note, &standing).await?;
+                return Ok(Place::Overtaken(last));
+            }
+            if hurry(tx, last).await? {
+                return Ok(Place::Waits);
+            }
+        }
+        tx.execute(RAISED, &[standing.now.into(), kind.into(), subject.into()]).await?;
+        tx.execute(LAST_WORD, &[told.id.into(), kind.into(), subject.into()]).await?;
+        Ok(Place::Last)
     }
 
     /// Looks at every lane nobody owns: have messages died since the last look?
@@ -257,7 +318,7 @@ impl Alerts {
             return Ok(false);
         }
         let last = new.last();
-        let died = count + standing.suppressed;
+        let died = count + standing.suppressed + standing.untold;
         let words = if died == 1 { "a message" } else { "messages" };
         let alert = Alert {
             kind: kind::DEAD_MESSAGES,
@@ -268,7 +329,7 @@ impl Alerts {
             count,
             details: json!({ "last_id": last.map(|l| l.id), "last_error_code": last.and_then(|l| l.code.clone()) }),
         };
-        self.raise(tx, &alert).await
+        self.raise_locked(tx, alert.kind, &alert, standing).await
     }
 
     /// Is the oldest due message of each lane older than its limit? Paused lanes are held on purpose. It costs a bounded
@@ -324,16 +385,14 @@ impl Alerts {
     }
 
     async fn tell_waiting(&self, tx: &mut (dyn Tx + Send), kind: &str, subject: &str) -> Result<bool> {
-        self.lock(tx, kind, subject).await?;
+        let standing = self.lock(tx, kind, subject).await?;
         let sql = "SELECT waiting_json FROM outbox_alerts WHERE kind = ? AND subject = ?";
         let rows = tx.query(sql, &[kind.into(), subject.into()]).await?;
         let waiting = rows.first().map(|row| row.opt_text(0)).transpose()?.flatten();
         let Some(waiting) = waiting.and_then(|text| serde_json::from_str::<Json>(&text).ok()) else { return Ok(false) };
-        let message = waiting["message"].as_str().unwrap_or_default().to_owned();
         // It is counted among what was suppressed already.
-        let (subject, details) = (subject.to_owned(), waiting["details"].clone());
-        let alert = Alert { kind: "", subject, message, count: waiting["count"].as_i64().unwrap_or(1), details };
-        self.raise_as(tx, kind, &alert).await
+        let alert = alert_of(subject, &waiting);
+        self.raise_locked(tx, kind, &alert, standing).await
     }
 
     /// Forgets troubles that nobody has heard of for a month; answers how many.
@@ -358,7 +417,12 @@ impl Alerts {
         let told = transact(&**self.outbox.store(), Mode::Write, move |tx| {
             let work = work.clone();
             Box::pin(async move {
-                if trouble { work.0.raise(tx, &work.1).await } else { work.0.resolve(tx, &work.1).await }
+                let (alerts, alert) = &*work;
+                if !trouble {
+                    return alerts.resolve(tx, alert).await;
+                }
+                let standing = alerts.lock(tx, alert.kind, &alert.subject).await?;
+                alerts.raise_locked(tx, alert.kind, alert, standing).await
             })
         });
         if told.await? {
@@ -380,6 +444,17 @@ impl Alerts {
         standing.ok_or_else(|| crate::Error::database("an alert's row is gone"))
     }
 
+    /// What the last alert counted, if it is still on its way: the next one overtakes it, and speaks for both.
+    async fn untold(&self, tx: &mut (dyn Tx + Send), standing: &Standing) -> Result<i64> {
+        let Some(last) = standing.message_id.filter(|_| standing.is_raised() && !standing.raised_within(self.every))
+        else {
+            return Ok(0);
+        };
+        let rows = tx.query("SELECT payload FROM outbox WHERE id = ?", &[last.into()]).await?;
+        let body = rows.first().and_then(|row| serde_json::from_slice::<Json>(&row.bytes(0).ok()?).ok());
+        Ok(body.map_or(0, |body| ["count", "suppressed"].iter().filter_map(|name| body[name].as_i64()).sum()))
+    }
+
     async fn standing(
         &self,
         tx: &mut (dyn Tx + Send),
@@ -399,10 +474,15 @@ impl Alerts {
                 resolved_at: row.opt_time(1)?,
                 suppressed: row.int(2)?,
                 message_id: row.opt_int(3)?,
+                untold: 0,
                 now: row.time(4)?,
             })
         };
-        tx.query(&sql, &params).await?.first().map(standing).transpose()
+        let Some(mut standing) = tx.query(&sql, &params).await?.first().map(standing).transpose()? else {
+            return Ok(None);
+        };
+        standing.untold = self.untold(tx, &standing).await?;
+        Ok(Some(standing))
     }
 
     async fn write(
@@ -413,22 +493,58 @@ impl Alerts {
         alert: &Alert,
         standing: &Standing,
     ) -> Result<()> {
-        let body = json!({
-            "kind": kind, "subject": alert.subject, "state": state, "message": alert.message,
-            // Chat programs show this one.
-            "text": format!("Postrider: {}", alert.message),
-            "count": alert.count, "suppressed": standing.suppressed, "details": alert.details,
-            "at": standing.now.to_string(), "previous_id": standing.message_id,
-        });
-        let message = NewMessage::json(&*self.lane, &body).target(alert.subject.clone());
-        let id = self.outbox.enqueue_in(tx, &[message]).await?.ids().first().copied();
-        let sql = "UPDATE outbox_alerts SET message_id = ? WHERE kind = ? AND subject = ?";
-        tx.execute(sql, &[id.into(), kind.into(), alert.subject.as_str().into()]).await.map(drop)
+        let mut body = body(state, kind, alert);
+        body["suppressed"] = (standing.suppressed + standing.untold).into();
+        body["at"] = standing.now.to_string().into();
+        body["previous_id"] = standing.message_id.into();
+        let id = self.enqueue(tx, body, alert).await?;
+        tx.execute(LAST_WORD, &[id.into(), kind.into(), alert.subject.as_str().into()]).await.map(drop)
     }
+
+    async fn enqueue(&self, tx: &mut (dyn Tx + Send), body: Json, alert: &Alert) -> Result<Option<i64>> {
+        let message = NewMessage::json(&*self.lane, &body).target(alert.subject.clone());
+        Ok(self.outbox.enqueue_in(tx, &[message]).await?.ids().first().copied())
+    }
+}
+
+fn body(state: &str, kind: &str, alert: &Alert) -> Json {
+    json!({
+        "kind": kind, "subject": alert.subject, "state": state, "message": alert.message,
+        // Chat programs show this one.
+        "text": format!("Postrider: {}", alert.message),
+        "count": alert.count, "suppressed": 0, "details": alert.details,
+    })
+}
+
+/// An alert of which nobody has decided yet whether it is told.
+fn note(alert: &Alert) -> Json {
+    let mut body = body("raised", alert.kind, alert);
+    body["note"] = true.into();
+    body["at"] = clock::wall().to_string().into();
+    body
 }
 
 fn waiting_json(alert: &Alert) -> String {
     json!({ "message": alert.message, "count": alert.count, "details": alert.details }).to_string()
+}
+
+/// An alert as it was written down; what kind it is stands beside it.
+fn alert_of(subject: &str, written: &Json) -> Alert {
+    Alert {
+        kind: "",
+        subject: subject.to_owned(),
+        message: written["message"].as_str().unwrap_or_default().to_owned(),
+        count: written["count"].as_i64().unwrap_or(1),
+        details: written["details"].clone(),
+    }
+}
+
+/// Counts what is not told now. If the trouble was over meanwhile, what came back is kept, to be told after `every`.
+async fn only_count(tx: &mut (dyn Tx + Send), kind: &str, alert: &Alert, standing: &Standing) -> Result<()> {
+    let waiting = (!standing.is_raised()).then(|| waiting_json(alert));
+    let sql = "UPDATE outbox_alerts SET suppressed = suppressed + ?, waiting_json = ? WHERE kind = ? AND subject = ?";
+    let params = [alert.count.into(), waiting.into(), kind.into(), alert.subject.as_str().into()];
+    tx.execute(sql, &params).await.map(drop)
 }
 
 /// Until when the dead of a lane were seen, and which of them lately.
@@ -451,27 +567,51 @@ async fn deaths(tx: &mut (dyn Tx + Send), lane: &str, since: Timestamp, recent: 
     rows.iter().map(|row| Ok(Death { id: row.int(0)?, at: row.time(1)?, code: row.opt_text(2)? })).collect()
 }
 
-async fn place(tx: &mut (dyn Tx + Send), name: &[String; 2], id: i64, previous: Option<i64>) -> Result<Place> {
-    if let Some(previous) = previous {
-        let live = "SELECT CASE WHEN locked_by IS NULL THEN 1 ELSE 0 END FROM outbox WHERE id = ?";
-        if let Some(row) = tx.query(live, &[previous.into()]).await?.first() {
-            if row.bool(0)? {
-                // It has nothing to wait for any more: it ends as soon as it is met.
-                let mut params = Vec::new();
-                let due = tx.now().plus(0, &mut params);
-                params.push(previous.into());
-                let later = tx.now().plus(0, &mut params);
-                let wake =
-                    format!("UPDATE outbox SET due_at = {due} WHERE id = ? AND locked_by IS NULL AND due_at > {later}");
-                tx.execute(&wake, &params).await?;
-            }
-            return Ok(Place::Waits);
-        }
+/// An alert that is about to be sent.
+struct Told {
+    id: i64,
+    /// It was sent before, and not taken.
+    tried: bool,
+    /// Kind and subject.
+    name: [String; 2],
+    previous: Option<i64>,
+    note: Option<Alert>,
+}
+
+async fn is_live(tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
+    Ok(!tx.query("SELECT 1 FROM outbox WHERE id = ?", &[id.into()]).await?.is_empty())
+}
+
+/// Whether this alert has not ended yet. It has nothing to wait for any more, so it is made due: it ends as soon as it is
+/// met.
+async fn hurry(tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
+    if !is_live(tx, id).await? {
+        return Ok(false);
     }
+    let mut params: Vec<Value> = vec![id.into()];
+    let now = tx.now().plus(0, &mut params);
+    let skip = skip_locked(tx.dialect());
+    let waits = format!("SELECT id FROM outbox WHERE id = ? AND locked_by IS NULL AND due_at > {now}{skip}");
+    if !tx.query(&waits, &params).await?.is_empty() {
+        let mut params = Vec::new();
+        let due = tx.now().plus(0, &mut params);
+        params.push(id.into());
+        tx.execute(&format!("UPDATE outbox SET due_at = {due} WHERE id = ?"), &params).await?;
+    }
+    Ok(true)
+}
+
+async fn place(tx: &mut (dyn Tx + Send), told: &Told) -> Result<Place> {
+    if let Some(previous) = told.previous
+        && hurry(tx, previous).await?
+    {
+        return Ok(Place::Waits);
+    }
+    let [kind, subject] = &told.name;
     let sql = "SELECT message_id FROM outbox_alerts WHERE kind = ? AND subject = ?";
-    let rows = tx.query(sql, &[name[0].as_str().into(), name[1].as_str().into()]).await?;
+    let rows = tx.query(sql, &[kind.into(), subject.into()]).await?;
     let newest = rows.first().map(|row| row.opt_int(0)).transpose()?.flatten();
-    Ok(newest.filter(|newest| *newest > id).map_or(Place::Last, Place::Overtaken))
+    Ok(newest.filter(|newest| *newest > told.id).map_or(Place::Last, Place::Overtaken))
 }
 
 #[cfg(test)]

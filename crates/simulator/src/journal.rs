@@ -77,6 +77,11 @@ fn statements() -> Vec<String> {
     vec![
         format!("CREATE TABLE sim_journal (seq INTEGER PRIMARY KEY, kind, {COLUMNS}, status)"),
         "CREATE TABLE sim_heard (seq INTEGER PRIMARY KEY, id, token, ends)".to_owned(),
+        // As a server skips a locked row.
+        format!(
+            "CREATE TRIGGER sim_locked BEFORE UPDATE ON outbox WHEN OLD.shard_id >= {HIDDEN} AND OLD.shard_id = NEW.shard_id
+             BEGIN SELECT RAISE(IGNORE); END"
+        ),
         trigger("insert", "INSERT ON outbox", 0, "NEW", "NULL"),
         // What is hidden or shown again was not changed by anybody.
         trigger("update", "UPDATE ON outbox WHEN OLD.shard_id = NEW.shard_id", 1, "NEW", "NULL"),

@@ -115,6 +115,19 @@ impl SimStore {
         .map(drop)
     }
 
+    /// A transaction, which leaves alone what somebody else has locked: the journal's triggers refuse changes of what is
+    /// hidden.
+    async fn apply(&self, mode: Mode, work: Work) -> Result<()> {
+        let hidden = if mode == Mode::Write { self.locks.hidden() } else { vec![] };
+        if hidden.is_empty() {
+            return self.inner.transact(mode, work).await;
+        }
+        self.hide(&hidden, true).await?;
+        let applied = self.inner.transact(mode, work).await;
+        self.hide(&hidden, false).await?;
+        applied
+    }
+
     /// Of these leases, those that are in force.
     async fn in_force(&self, owner: &str, leases: Vec<Lease>) -> Result<Vec<Lease>> {
         let owner = owner.to_owned();
@@ -203,10 +216,10 @@ impl Store for SimStore {
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         match self.reply() {
-            Reply::Good => self.inner.transact(mode, work).await,
+            Reply::Good => self.apply(mode, work).await,
             Reply::Refused => Err(refused()),
             Reply::LostBefore => Err(lost()),
-            Reply::LostAfter => self.inner.transact(mode, work).await.and(Err(lost())),
+            Reply::LostAfter => self.apply(mode, work).await.and(Err(lost())),
         }
     }
 

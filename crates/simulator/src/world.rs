@@ -513,6 +513,9 @@ impl World {
                 self.fault("a jump of the database's clock", None, now + by.unsigned_abs());
                 self.db_offset += by;
                 self.store.jump_clock(by);
+                if let (Some(traders), Ok(by)) = (&self.traders, u64::try_from(by)) {
+                    traders.broker.hurry(now, by);
+                }
                 // Leases may end early, or renewals come too late, for everybody.
                 self.struck_all = now + by.unsigned_abs() + crate::processes::AFTERMATH;
                 self.note(format_args!("the database's clock jumps by {} s", by / SECOND as i64));

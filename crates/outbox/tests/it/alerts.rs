@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use postrider::NewMessage;
-use postrider::alerts::{Alert, Alerts, kind};
+use postrider::alerts::{Alert, Alerts, Place, kind};
 use postrider::store::{Mode, transact};
+use postrider::tx::Dialect;
 use serde_json::{Value as Json, json};
 
 use crate::harness::{Database, on_every_store, secs};
@@ -20,6 +21,8 @@ on_every_store!(
     a_death_that_is_committed_late_is_told,
     troubles_of_long_ago_are_forgotten,
     a_deep_lane_is_counted_in_steps_and_its_age_at_once,
+    a_trouble_that_somebody_has_locked_holds_up_nobody,
+    what_a_pager_missed_is_counted_by_the_next_word,
 );
 
 fn alerts(db: &Database) -> Alerts {
@@ -63,7 +66,7 @@ async fn the_dead_are_told_once_and_counted(db: Database) {
     db.advance(secs(300));
     assert_eq!(look(&db, &alerts).await, 3, "and what was only counted is told in the end");
     let last = told(&db).await.remove(2);
-    assert_eq!((&last["subject"], &last["suppressed"]), (&json!("a"), &json!(3)), "{last}");
+    assert_eq!((&last["subject"], &last["suppressed"]), (&json!("a"), &json!(4)), "with the first, which was not sent: {last}");
     db.advance(secs(300));
     assert_eq!(look(&db, &alerts).await, 3, "nothing new, nothing told");
 }
@@ -107,27 +110,88 @@ async fn a_lane_that_waits_too_long_is_told_and_its_end_too(db: Database) {
     assert_eq!(states, ["raised", "resolved"]);
 }
 
+/// Raises an alert beside somebody's work.
+async fn raise(db: &Database, alerts: &Alerts, alert: Alert, fail: bool) -> postrider::Result<bool> {
+    let work = std::sync::Arc::new((alerts.clone(), alert));
+    transact(&**db.outbox.store(), Mode::Write, move |tx| {
+        let work = work.clone();
+        Box::pin(async move {
+            let raised = work.0.raise(tx, &work.1).await?;
+            if fail { Err(postrider::Error::invalid("no")) } else { Ok(raised) }
+        })
+    })
+    .await
+}
+
 async fn an_alert_goes_with_its_transaction(db: Database) {
-    let raise = |alerts: Alerts, fail: bool| {
-        let alert = Alert { kind: "test", subject: "s".into(), message: "m".into(), count: 1, details: json!({}) };
-        let store = db.outbox.store().clone();
-        async move {
-            transact(&*store, Mode::Write, move |tx| {
-                let (alerts, alert) = (alerts.clone(), alert.clone());
-                Box::pin(async move {
-                    let raised = alerts.raise(tx, &alert).await?;
-                    if fail { Err(postrider::Error::invalid("no")) } else { Ok(raised) }
-                })
-            })
-            .await
-        }
-    };
     let alerts = alerts(&db);
-    assert!(raise(alerts.clone(), true).await.is_err());
+    assert!(raise(&db, &alerts, trouble("m"), true).await.is_err());
     assert_eq!((told(&db).await.len(), db.count("outbox_alerts").await), (0, 0));
-    assert!(raise(alerts.clone(), false).await.unwrap());
-    assert!(!raise(alerts, false).await.unwrap());
+    assert!(raise(&db, &alerts, trouble("m"), false).await.unwrap());
+    let first = db.claim_one("b", "w").await;
+    assert_eq!(alerts.place(&first).await.unwrap(), Place::Last);
+    assert!(!raise(&db, &alerts, trouble("m"), false).await.unwrap());
     assert_eq!(told(&db).await.len(), 1);
+}
+
+/// On a server the row of a trouble can be locked: by one of us who raises it too, or by anybody else.
+async fn a_trouble_that_somebody_has_locked_holds_up_nobody(db: Database) {
+    let alerts = alerts(&db);
+    let suppressed = async || db.sql("SELECT suppressed FROM outbox_alerts").await[0].int(0).unwrap();
+    assert!(raise(&db, &alerts, trouble("the first"), false).await.unwrap());
+    let first = db.claim_one("b", "w").await;
+    assert_eq!(alerts.place(&first).await.unwrap(), Place::Last);
+    assert_eq!(alerts.place(&first).await.unwrap(), Place::Last, "asked again, it is the same");
+    db.settle("b", "w", first.lease(), postrider::outcome::Verdict::sent()).await;
+    if db.dialect == Dialect::Sqlite {
+        return; // it has no locks on rows
+    }
+    let mut stranger = db.raw().await;
+    stranger.run("BEGIN").await.unwrap();
+    stranger.run("SELECT * FROM outbox_alerts FOR UPDATE").await.unwrap();
+    let many = |count| Alert { count, ..trouble("again") };
+    let beside = tokio::time::timeout(secs(5), async {
+        raise(&db, &alerts, many(3), false).await.unwrap();
+        raise(&db, &alerts, Alert { subject: "another".into(), ..trouble("new") }, false).await.unwrap();
+    });
+    beside.await.expect("the work goes on while somebody has the rows locked");
+    assert_eq!(told(&db).await.len(), 2);
+    let (again, other) = (db.claim_one("b", "w").await, db.claim_one("b", "w").await);
+    stranger.run("ROLLBACK").await.unwrap();
+    // Within five minutes it is only counted, as it would have been then; another trouble is told.
+    assert_eq!(alerts.place(&again).await.unwrap(), Place::Overtaken(first.id));
+    assert_eq!(suppressed().await, 3);
+    assert_eq!(alerts.place(&other).await.unwrap(), Place::Last);
+    db.settle("b", "w", again.lease(), postrider::outcome::Verdict::sent()).await;
+    // After that time it is told.
+    db.advance(secs(301));
+    let mut stranger = db.raw().await;
+    stranger.run("BEGIN").await.unwrap();
+    stranger.run("SELECT * FROM outbox_alerts FOR UPDATE").await.unwrap();
+    raise(&db, &alerts, many(2), false).await.unwrap();
+    stranger.run("ROLLBACK").await.unwrap();
+    let later = db.claim("b", "w", 10).await;
+    let later = later.iter().find(|message| message.id > other.id).expect("the note");
+    assert_eq!(alerts.place(later).await.unwrap(), Place::Last);
+    assert_eq!(suppressed().await, 0);
+}
+
+/// An alert that was never sent is overtaken by the next one, which speaks for both.
+async fn what_a_pager_missed_is_counted_by_the_next_word(db: Database) {
+    let alerts = alerts(&db);
+    alerts.look_for_the_dead().await.unwrap();
+    for deaths in [4, 2, 1] {
+        for _ in 0..deaths {
+            db.put_dead(NewMessage::new("a", "x")).await;
+        }
+        look(&db, &alerts).await;
+        db.advance(secs(300));
+    }
+    let told = told(&db).await;
+    let numbers: Vec<_> = told.iter().map(|a| (a["count"].as_i64(), a["suppressed"].as_i64())).collect();
+    assert_eq!(numbers, [(Some(4), Some(0)), (Some(2), Some(4)), (Some(1), Some(6))]);
+    assert!(told[2]["message"].as_str().unwrap().starts_with("7 messages of lane `a` died"), "{told:?}");
+    assert_eq!(look(&db, &alerts).await, 3, "and what waits is no news");
 }
 
 async fn several_look_and_one_tells(db: Database) {
@@ -179,7 +243,6 @@ async fn a_lane_that_comes_and_goes_is_told_once_in_a_while(db: Database) {
 }
 
 async fn only_the_last_word_of_a_trouble_is_sent_and_in_order(db: Database) {
-    use postrider::alerts::Place;
     let alerts = alerts(&db);
     alerts.tell(trouble("it is there"), true).await.unwrap();
     let raised = db.claim_one("b", "w").await;

@@ -181,7 +181,6 @@ impl Core {
             *claimed = true;
             self.suspects.retain(|id, _| !asked.contains(id));
         }
-        let until = issued.plus(lane.settings.lease);
         lane.renew_at = lane.renew_at.min(issued.plus(lane.settings.lease / 3));
         // Suspects may have lost another worker since they were seen: the most suspicious one decides how many go together.
         let max_crashes = lane.settings.budgets.max_crashes;
@@ -190,7 +189,7 @@ impl Core {
         let together = claimed.messages.iter().filter_map(group).min().filter(|_| serving).unwrap_or(usize::MAX);
         for (n, message) in claimed.messages.into_iter().enumerate() {
             let lease = message.lease();
-            self.take(index, message, until, claimed.now, now);
+            self.take(index, message, issued, claimed.now, now);
             let lane = &mut self.lanes[index];
             if n >= together && lane.ready.pop_back_if(|last| last.id == lease.id).is_some() {
                 lane.give_back(lease, GiveBack::now());
@@ -205,11 +204,12 @@ impl Core {
         &mut self,
         index: usize,
         message: Message,
-        until: Tick,
+        issued: Tick,
         db_now: crate::time::Timestamp,
         now: Tick,
     ) {
         let lane = &mut self.lanes[index];
+        let until = issued.plus(lane.settings.lease);
         if let Some(held) = self.held.get_mut(&message.id) {
             // Our own row, in flight. If nobody had it in between and nothing was recorded, it takes the new token and
             // goes on. Else what is in flight has lost its lease, and the new one is for another attempt.
@@ -238,8 +238,9 @@ impl Core {
             twin: dedup.then(|| (message.target.clone(), message.sha())),
             first_twin: false,
             began: now,
-            // A moment of the database's clock, as far ahead of ours as it was of the database's.
-            expires: message.deliver_before.filter(|_| !message.maybe_sent).map(|limit| now.plus(limit.since(db_now))),
+            // The database read its clock after the claim was issued: this is that moment or a little before it.
+            expires: (message.deliver_before.filter(|_| !message.maybe_sent))
+                .map(|limit| issued.plus(limit.since(db_now))),
             met_locks: 0,
             key: message.active_key.clone().filter(|_| lane.settings.keyed),
         };

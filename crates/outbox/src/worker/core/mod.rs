@@ -6,6 +6,8 @@
 
 mod claiming;
 mod delivering;
+#[cfg(test)]
+mod kit;
 mod settling;
 mod suspects;
 mod telling;
