@@ -20,6 +20,8 @@ use crate::{Memories, ranking};
 
 /// Most results.
 const MOST: usize = 100;
+/// Most bytes of text in one answer; the first result is always whole.
+const MOST_TEXT: usize = 4 * 1024 * 1024;
 /// As many of our own copies are looked at, at least, for what the service does not have.
 const LOCAL: usize = 50;
 /// Most spaces a question may name.
@@ -67,6 +69,20 @@ pub struct Answer {
     pub correlation_id: String,
 }
 
+/// As many of the best as fit, and how many were left out.
+fn within(mut results: Vec<Recalled>, most: usize) -> (Vec<Recalled>, usize) {
+    let all = results.len();
+    let mut left = most;
+    let fits = |found: &Recalled| {
+        let fits = found.content.len() <= left;
+        left = left.saturating_sub(found.content.len());
+        fits
+    };
+    let kept = results.iter().map(fits).position(|fits| !fits).unwrap_or(all).max(1).min(all);
+    results.truncate(kept);
+    (results, all - kept)
+}
+
 impl Memories {
     pub async fn query(&self, question: Question) -> Result<Answer> {
         let text = question.query.trim().to_owned();
@@ -107,6 +123,13 @@ impl Memories {
                 );
                 (results, true, message)
             }
+        };
+        let (results, left_out) = within(results, MOST_TEXT);
+        let message = match left_out {
+            0 => message,
+            _ => format!(
+                "{message}; {left_out} more were left out, their texts are too long for one answer: ask for fewer (top_k)"
+            ),
         };
         let total = results.len();
         let correlation_id = question.correlation_id;
@@ -251,4 +274,32 @@ async fn recall(tx: &mut (dyn Tx + Send), hits: &[(Source, i64, f64)]) -> Result
         Some(Recalled { score: Some(*score), ..recalled })
     });
     Ok(in_order.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_has_as_many_texts_as_fit_and_always_one() {
+        let found = |bytes: usize| Recalled {
+            memory_id: None,
+            content: "x".repeat(bytes),
+            score: None,
+            space: None,
+            source: "memory_writes",
+            kind: None,
+            outbox_id: None,
+            created_at: None,
+            merged_with: None,
+            evidence_refs: vec![],
+        };
+        for (sizes, kept, left_out) in
+            [(&[][..], 0, 0), (&[9], 1, 0), (&[4, 4, 4], 2, 1), (&[4, 5, 1], 1, 2), (&[9, 1], 1, 1), (&[8, 0, 0], 3, 0)]
+        {
+            let results = sizes.iter().map(|bytes| found(*bytes)).collect();
+            let (results, out) = within(results, 8);
+            assert_eq!((results.len(), out), (kept, left_out), "{sizes:?}");
+        }
+    }
 }

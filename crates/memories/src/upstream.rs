@@ -11,6 +11,7 @@ use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request};
 use http_body_util::Full;
 use postrider::clock::Tick;
+use postrider::couriers::blot::Blot;
 use postrider::couriers::exchange::{Answer, Exchange, Resolve, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
@@ -405,6 +406,8 @@ impl OpenMemory {
         if let Some(key) = &*self.key.lock().unwrap_or_else(PoisonError::into_inner) {
             headers.insert(AUTHORIZATION, key.clone());
         }
+        // Some servers repeat a key that they refuse.
+        let secrets = Blot::new(Some(url), headers.get(AUTHORIZATION).and_then(|key| key.to_str().ok()));
         let bytes = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));
         let request = Request::builder().method(method).uri(address).body(Full::new(bytes));
         let mut request = request.map_err(|e| Fault::new("BAD_URL", e.to_string(), Blame::Ours, Reach::NeverSent))?;
@@ -420,6 +423,7 @@ impl OpenMemory {
                     let fault = Fault::new("RESPONSE_INVALID", what, Blame::Service, Reach::Unknown);
                     return Err(Fault { doubt: Doubt::Answered, ..fault });
                 }
+                let body = if status.is_success() { body } else { secrets.bytes(body) };
                 let body = serde_json::from_slice(&body).unwrap_or(Value::Null);
                 Ok(((status.as_u16(), retry_after(&headers)), body))
             }

@@ -125,7 +125,6 @@ impl Book {
         };
         Some(Finish { event, http_status, response, broker_ref, reason_code: reason })
     }
-
 }
 
 fn given_up(finish: &Finish, id: i64) -> Alert {

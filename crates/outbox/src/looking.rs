@@ -4,7 +4,7 @@ use crate::cold::lane_names;
 use crate::error::Result;
 use crate::message::hex;
 use crate::paging::{self, Candidates, Page, Rows, Wanted};
-use crate::store::{Attempt, Filter, Shown, Status};
+use crate::store::{Attempt, Filter, History, Shown, Status};
 use crate::tx::{Dialect, Row, Tx, Value};
 
 /// Due rows of a lane that are looked at for leases.
@@ -203,7 +203,10 @@ async fn by_key(tx: &mut (dyn Tx + Send), key: &str, filter: &Filter) -> Result<
     Ok(Page::of(found, filter.limit as usize, |message| message.id))
 }
 
-pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
+/// Attempts of one message that are shown: the latest. With `key` and a silent broker there is no end of them.
+const HISTORY: usize = 1000;
+
+pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Shown, History)>> {
     let mut found = Vec::new();
     for done in [false, true] {
         if found.is_empty() {
@@ -213,10 +216,16 @@ pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Sh
         }
     }
     let Some(shown) = found.first().map(shown).transpose()? else { return Ok(None) };
-    let sql = "SELECT at, kind, attempt, lease_token, code, error, worker FROM outbox_attempts WHERE outbox_id = ? ORDER BY id";
-    let mut history = Vec::new();
-    for row in tx.query(sql, &[id.into()]).await? {
-        history.push(Attempt {
+    // Tokens rise with time, and are what the index goes by.
+    let sql = format!(
+        "SELECT at, kind, attempt, lease_token, code, error, worker FROM outbox_attempts WHERE outbox_id = ?
+         ORDER BY lease_token DESC, id DESC LIMIT {}",
+        HISTORY + 1
+    );
+    let rows = tx.query(&sql, &[id.into()]).await?;
+    let mut history = History { attempts: Vec::new(), truncated: rows.len() > HISTORY };
+    for row in rows.iter().take(HISTORY).rev() {
+        history.attempts.push(Attempt {
             at: row.time(0)?,
             kind: row.text(1)?,
             attempt: row.int(2)? as u32,

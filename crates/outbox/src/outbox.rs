@@ -22,7 +22,7 @@ use crate::paging::Page;
 use crate::pulse::Pulse;
 use crate::requeue::{self, Died, Held};
 use crate::store::{
-    Attempt, Filter, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, repeat, transact,
+    Filter, History, LaneStats, Mode, Prune, Pruned, Requeued, Retried, Shown, Store, Vitals, repeat, transact,
 };
 use crate::stores::{self, Options};
 use crate::time::Timestamp;
@@ -720,7 +720,7 @@ impl Outbox {
         .await
     }
 
-    pub async fn show(&self, id: i64) -> Result<Option<(Shown, Vec<Attempt>)>> {
+    pub async fn show(&self, id: i64) -> Result<Option<(Shown, History)>> {
         transact(&*self.store, Mode::Look, move |tx| Box::pin(looking::show(tx, id))).await
     }
 

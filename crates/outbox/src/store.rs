@@ -209,6 +209,14 @@ pub struct Attempt {
     pub worker: Option<String>,
 }
 
+/// What happened to a message, in order: at most its latest thousand attempts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct History {
+    pub attempts: Vec<Attempt>,
+    /// There were more before these.
+    pub truncated: bool,
+}
+
 /// Counts of one lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct LaneStats {

@@ -60,6 +60,7 @@ export function messages(main, { lane, status, q, cursor }, every) {
 export function timeline(message) {
   const steps = [{ at: message.created_at, kind: "info", title: "Enqueued", text: `lane ${message.lane}, ${number(message.payload_bytes)} bytes` }];
   const history = message.history ?? [];
+  if (message.history_truncated) steps.push({ at: message.created_at, untimed: true, kind: "info", title: "Earlier attempts", text: `only the latest ${number(history.length)} are shown` });
   for (const [index, one] of history.entries()) {
     const by = one.worker ? ` by ${one.worker}` : "";
     const told = {

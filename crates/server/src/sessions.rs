@@ -18,6 +18,8 @@ use crate::tokens::{Token, Tokens};
 const REMEMBERED: Duration = Duration::from_secs(1);
 /// Sessions that are over and removed at a sign-in, at most.
 const SWEPT: u32 = 1000;
+/// Sessions read at once.
+const PAGE: usize = 1000;
 
 /// A session as it may be shown.
 #[derive(Clone, Debug, Serialize)]
@@ -126,17 +128,26 @@ impl Sessions {
 
     /// Those that are not over, the newest first; of one that its token has taken along nothing is left.
     pub async fn list(outbox: &Outbox) -> postrider::Result<Vec<Session>> {
-        transact(&**outbox.store(), Mode::Read, move |tx| {
-            Box::pin(async move {
-                let mut params = Vec::new();
-                let now = tx.now().plus(0, &mut params);
-                let sql = format!(
-                    "SELECT {COLUMNS} FROM postrider_sessions WHERE expires_at > {now} ORDER BY id DESC LIMIT 1000"
-                );
-                tx.query(&sql, &params).await?.iter().map(session_of).collect()
+        let mut sessions: Vec<Session> = Vec::new();
+        loop {
+            let before = sessions.last().map_or(i64::MAX, |session| session.id);
+            let page = transact(&**outbox.store(), Mode::Read, move |tx| {
+                Box::pin(async move {
+                    let mut params = vec![before.into()];
+                    let now = tx.now().plus(0, &mut params);
+                    let sql = format!(
+                        "SELECT {COLUMNS} FROM postrider_sessions WHERE id < ? AND expires_at > {now} ORDER BY id DESC LIMIT {PAGE}"
+                    );
+                    tx.query(&sql, &params).await?.iter().map(session_of).collect::<postrider::Result<Vec<_>>>()
+                })
             })
-        })
-        .await
+            .await?;
+            let more = page.len() == PAGE;
+            sessions.extend(page);
+            if !more {
+                return Ok(sessions);
+            }
+        }
     }
 }
 

@@ -179,8 +179,17 @@ impl Tokens {
 
     /// Is there one that can be used?
     pub async fn any(&self) -> postrider::Result<bool> {
-        let tokens = self.list().await?;
-        Ok(tokens.iter().any(|token| token.revoked_at.is_none()))
+        transact(&**self.outbox.store(), Mode::Read, move |tx| {
+            Box::pin(async move {
+                let mut params = Vec::new();
+                let now = tx.now().plus(0, &mut params);
+                let sql = format!(
+                    "SELECT 1 FROM api_tokens WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > {now}) LIMIT 1"
+                );
+                Ok(!tx.query(&sql, &params).await?.is_empty())
+            })
+        })
+        .await
     }
 
     /// Its sessions end with it. `false`: there is no such token, or it was revoked before.

@@ -12,6 +12,7 @@ use http::header::{CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
 use postrider::clock::{self, Tick};
+use postrider::couriers::blot::Blot;
 use postrider::couriers::exchange::{Answer, retry_after};
 use postrider::error::Kind;
 use postrider::observe::sending;
@@ -410,12 +411,15 @@ impl Webhooks {
                     status => Some(format!("HTTP_{}", status.as_u16())),
                 };
                 let asks_to_wait = matches!(status.as_u16(), 429 | 503);
+                // Some receivers repeat what they were sent.
+                let url = Url::parse(&subscription.url).ok();
+                let secrets = Blot::new(url.as_ref(), opened.headers.iter().map(|(_, value)| value.as_str()));
                 Report {
                     failure: failure.map(|code| (code, Reach::Answered)),
                     status: Some(status.as_u16()),
                     retry_after: if asks_to_wait { retry_after(&headers) } else { None },
-                    headers: Some(text(hidden(head(&headers).into_bytes(), &opened.headers))),
-                    body: (!body.is_empty()).then(|| hidden(body, &opened.headers).into()),
+                    headers: Some(text(secrets.bytes(head(&headers).into_bytes()))),
+                    body: (!body.is_empty()).then(|| secrets.bytes(body).into()),
                     remote: remote.map(|remote| remote.to_string()),
                     ..report
                 }
@@ -486,24 +490,10 @@ impl Webhooks {
     }
 }
 
-/// Shorter values are words, and no secrets.
-const SHORTEST_SECRET: usize = 6;
-
 /// Why there was no TLS session is the receiver's own affair, and what it needs to mend it. What else went wrong on the way
 /// is told by its code alone: more would describe our network.
 fn detail(code: &str, cause: &str) -> Option<String> {
     (code == "TLS_FAILED").then(|| cause.chars().filter(|c| !c.is_control()).take(MOST_DETAIL).collect())
-}
-
-/// What was answered, without the values of the subscription's own headers: some repeat what they were sent.
-fn hidden(mut answered: Vec<u8>, headers: &[(String, String)]) -> Vec<u8> {
-    let secrets = headers.iter().map(|(_, value)| value.as_bytes()).filter(|secret| secret.len() >= SHORTEST_SECRET);
-    for secret in secrets {
-        while let Some(at) = answered.windows(secret.len()).position(|window| window == secret) {
-            answered.splice(at..at + secret.len(), *b"***");
-        }
-    }
-    answered
 }
 
 fn text(bytes: Vec<u8>) -> String {

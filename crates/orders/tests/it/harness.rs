@@ -277,6 +277,14 @@ impl Home {
         .await
     }
 
+    /// Alerts that were written: of this kind, or about this.
+    pub async fn told(&self, kind_or_subject: &str) -> usize {
+        let rows = self.rows("SELECT payload FROM outbox WHERE lane = 'alerts'").await;
+        let body = |row: &Row| serde_json::from_slice::<serde_json::Value>(&row.bytes(0).unwrap()).unwrap();
+        let is_it = |body: &serde_json::Value| body["kind"] == kind_or_subject || body["subject"] == kind_or_subject;
+        rows.iter().map(body).filter(is_it).count()
+    }
+
     pub async fn count(&self, what: &str) -> i64 {
         self.rows(&format!("SELECT COUNT(*) FROM {what}")).await[0].int(0).unwrap()
     }

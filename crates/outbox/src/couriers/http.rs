@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::Full;
 use rustls::pki_types::ServerName;
 use url::Url;
 
+use super::blot::Blot;
 use super::exchange::{Answer, Exchange, Resolve, System, retry_after};
 use crate::courier::Courier;
 use crate::decide::{HttpClass, HttpClasses, honours_retry_after};
@@ -75,7 +76,7 @@ pub struct Http {
     /// What every request carries.
     headers: HeaderMap,
     /// What a body that echoes the request must not bring into an error.
-    secrets: Vec<String>,
+    secrets: Blot,
     statuses: HttpClasses,
 }
 
@@ -260,11 +261,8 @@ fn check_header(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), &'
 }
 
 /// The beginning of a body, on one line, if it is text.
-fn excerpt(body: &[u8], secrets: &[String]) -> Option<String> {
-    let mut text = String::from_utf8_lossy(body).into_owned();
-    for secret in secrets {
-        text = text.replace(secret, "***");
-    }
+fn excerpt(body: &[u8], secrets: &Blot) -> Option<String> {
+    let text = secrets.text(String::from_utf8_lossy(body).into_owned());
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let mut excerpt: String = line.chars().take(EXCERPT_CHARS).collect();
     if excerpt.is_empty() || excerpt.contains(|c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER) {
@@ -276,15 +274,10 @@ fn excerpt(body: &[u8], secrets: &[String]) -> Option<String> {
     Some(excerpt)
 }
 
-/// What a destination may echo and nobody should read in an error, the longest first.
-fn secrets(url: &Url, lane: &HeaderMap) -> Vec<String> {
+/// What a destination may echo and nobody should read in an error.
+fn secrets(url: &Url, lane: &HeaderMap) -> Blot {
     let values = lane.iter().filter(|(_, value)| value.is_sensitive()).filter_map(|(_, value)| value.to_str().ok());
-    let token = lane.get(AUTHORIZATION).and_then(|value| value.to_str().ok()?.split_whitespace().last());
-    let mut secrets: Vec<String> = values.chain(token).chain(url.query()).map(str::to_owned).collect();
-    // Short ones are flags and numbers; blotting those out would only garble the text.
-    secrets.retain(|secret| secret.len() >= 6);
-    secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
-    secrets
+    Blot::new(Some(url), values)
 }
 
 #[cfg(test)]
@@ -405,7 +398,7 @@ mod tests {
 
     #[test]
     fn an_excerpt_is_short_text_on_one_line_without_secrets() {
-        let none: [String; 0] = [];
+        let none = Blot::default();
         assert_eq!(excerpt(b"  no such\r\n invoice ", &none).as_deref(), Some("no such invoice"));
         assert_eq!(excerpt(b" \n", &none), None);
         assert_eq!(excerpt(b"\x1f\x8b\x08\x00gzip", &none), None);

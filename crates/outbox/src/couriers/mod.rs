@@ -1,6 +1,8 @@
 //! The couriers every installation has.
 
 #[cfg(feature = "http")]
+pub mod blot;
+#[cfg(feature = "http")]
 pub mod exchange;
 #[cfg(feature = "http")]
 pub mod http;

@@ -66,7 +66,11 @@ async fn the_dead_are_told_once_and_counted(db: Database) {
     db.advance(secs(300));
     assert_eq!(look(&db, &alerts).await, 3, "and what was only counted is told in the end");
     let last = told(&db).await.remove(2);
-    assert_eq!((&last["subject"], &last["suppressed"]), (&json!("a"), &json!(4)), "with the first, which was not sent: {last}");
+    assert_eq!(
+        (&last["subject"], &last["suppressed"]),
+        (&json!("a"), &json!(4)),
+        "with the first, which was not sent: {last}"
+    );
     db.advance(secs(300));
     assert_eq!(look(&db, &alerts).await, 3, "nothing new, nothing told");
 }
@@ -156,12 +160,13 @@ async fn a_trouble_that_somebody_has_locked_holds_up_nobody(db: Database) {
     });
     beside.await.expect("the work goes on while somebody has the rows locked");
     assert_eq!(told(&db).await.len(), 2);
-    let (again, other) = (db.claim_one("b", "w").await, db.claim_one("b", "w").await);
+    let notes = db.claim("b", "w", 10).await;
+    let [again, other] = &notes[..] else { panic!("{notes:?}") };
     stranger.run("ROLLBACK").await.unwrap();
     // Within five minutes it is only counted, as it would have been then; another trouble is told.
-    assert_eq!(alerts.place(&again).await.unwrap(), Place::Overtaken(first.id));
+    assert_eq!(alerts.place(again).await.unwrap(), Place::Overtaken(first.id));
     assert_eq!(suppressed().await, 3);
-    assert_eq!(alerts.place(&other).await.unwrap(), Place::Last);
+    assert_eq!(alerts.place(other).await.unwrap(), Place::Last);
     db.settle("b", "w", again.lease(), postrider::outcome::Verdict::sent()).await;
     // After that time it is told.
     db.advance(secs(301));

@@ -676,7 +676,7 @@ impl Subject {
             };
             let lock = s.locked_by.as_deref().zip(s.lease_until.map(|until| self.tick(until)));
             let history: Vec<(&str, u32, i64)> =
-                history.iter().map(|a| (a.kind.as_str(), a.attempt, a.lease_token)).collect();
+                history.attempts.iter().map(|a| (a.kind.as_str(), a.attempt, a.lease_token)).collect();
             lines.push(format!(
                 "{n} {state:?} due {} a{} c{} m{} token {} lock {lock:?} ref {:?} code {:?} active {:?} {history:?}",
                 self.tick(s.due_at),

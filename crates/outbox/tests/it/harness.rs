@@ -230,7 +230,7 @@ impl Database {
     }
 
     pub async fn history(&self, id: i64) -> Vec<Attempt> {
-        self.outbox.show(id).await.expect("show").map_or(vec![], |(_, history)| history)
+        self.outbox.show(id).await.expect("show").map_or(vec![], |(_, history)| history.attempts)
     }
 
     pub async fn payload(&self, id: i64) -> Vec<u8> {

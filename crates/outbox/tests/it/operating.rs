@@ -47,6 +47,7 @@ on_every_store! {
     a_paused_lane_holds_its_backlog,
     pause_and_resume_say_whether_they_changed_anything,
     an_observer_hears_what_happens,
+    a_long_history_is_shown_from_its_end,
     prune_is_bounded,
     prune_takes_its_lane_only,
     prune_dry_run_changes_nothing,
@@ -186,7 +187,7 @@ async fn p6_requeue_brings_a_dead_message_back(db: Database) {
     assert_eq!((shown.target.as_deref(), shown.active_key.as_deref()), (Some("t"), Some("k")));
     assert_eq!((shown.last_error_code, shown.last_error), (None, None), "it begins anew");
     let (_, history) = db.outbox.show(id).await.unwrap().unwrap();
-    assert_eq!(history.last().unwrap().code.as_deref(), Some("BAD"), "why it died stays in its history");
+    assert_eq!(history.attempts.last().unwrap().code.as_deref(), Some("BAD"), "why it died stays in its history");
     assert_eq!(db.counts().await[..2], [1, 0]);
     let claimed = db.claim_one("a", "w").await;
     assert_eq!((claimed.id, claimed.lease_token, claimed.attempts, claimed.payload.as_ref()), (id, 2, 0, &b"x"[..]));
@@ -693,6 +694,27 @@ async fn an_observer_hears_what_happens(db: Database) {
     worker.lane("a", refusing).run(std::future::pending()).await.unwrap();
     let retry = format!("a {id} outbox_flush_retry 1 Some(\"HTTP_503\")");
     assert_eq!(*listener.0.lock().unwrap(), ["a claimed 1, 1 taken over", "a took true", &retry]);
+}
+
+async fn a_long_history_is_shown_from_its_end(db: Database) {
+    let id = db.put("a", "x").await;
+    let at = if db.dialect == Dialect::Sqlite { "n" } else { "TIMESTAMP '2026-01-01 00:00:00'" };
+    let attempts = async |from: usize, to: usize| {
+        db.sql(&format!(
+            "INSERT INTO outbox_attempts (outbox_id, kind, attempt, lease_token, at)
+             WITH RECURSIVE s (n) AS (SELECT {from} UNION ALL SELECT n + 1 FROM s WHERE n < {to})
+             SELECT {id}, 'retry', n, n, {at} FROM s"
+        ))
+        .await;
+        db.outbox.show(id).await.unwrap().unwrap().1
+    };
+    // MariaDB's recursion ends after a thousand.
+    attempts(1, 500).await;
+    let whole = attempts(501, 1000).await;
+    assert_eq!((whole.attempts.len(), whole.truncated, whole.attempts[0].attempt), (1000, false, 1));
+    let cut = attempts(1001, 1003).await;
+    let ends = (cut.attempts[0].attempt, cut.attempts[999].attempt);
+    assert_eq!((cut.attempts.len(), cut.truncated, ends), (1000, true, (4, 1003)));
 }
 
 async fn prune_is_bounded(db: Database) {

@@ -1,6 +1,6 @@
 //! `postrider outbox`: the operator's eyes (stats, list, show) and hands (release, purge; [`super::requeue`]).
 
-use postrider::store::{Attempt, Filter, Prune, Shown};
+use postrider::store::{Attempt, Filter, History, Prune, Shown};
 use postrider::{Outbox, Timestamp};
 use serde::Serialize;
 use serde_json::json;
@@ -118,6 +118,7 @@ struct WithHistory<'a> {
     #[serde(flatten)]
     message: &'a Shown,
     history: &'a [Attempt],
+    history_truncated: bool,
 }
 
 async fn show(outbox: &Outbox, args: cli::Show, output: Output) -> Result<Ending> {
@@ -132,11 +133,12 @@ async fn show(outbox: &Outbox, args: cli::Show, output: Output) -> Result<Ending
         return Ok(Ending::Done);
     }
     let (message, history) = outbox.show(args.id).await?.ok_or_else(missing)?;
-    output.show(&WithHistory { message: &message, history: &history }, || describe(&message, &history))?;
+    let shown = WithHistory { message: &message, history: &history.attempts, history_truncated: history.truncated };
+    output.show(&shown, || describe(&message, &history))?;
     Ok(Ending::Done)
 }
 
-fn describe(m: &Shown, history: &[Attempt]) -> String {
+fn describe(m: &Shown, history: &History) -> String {
     let mut lines: Vec<(&str, String)> = vec![
         ("message", m.id.to_string()),
         ("lane", if m.shard_id == 0 { m.lane.clone() } else { format!("{}, shard {}", m.lane, m.shard_id) }),
@@ -165,13 +167,16 @@ fn describe(m: &Shown, history: &[Attempt]) -> String {
     );
     let mut text: String =
         lines.iter().map(|(name, value)| format!("{name:<15} {}\n", value.replace(char::is_control, "·"))).collect();
-    if !history.is_empty() {
+    if !history.attempts.is_empty() {
         let mut table = Table::new(["at", "what", "attempt", "code", "error"]);
-        for h in history {
+        for h in &history.attempts {
             let [code, error] = [&h.code, &h.error].map(|text| harmless(text.as_deref().unwrap_or("")));
             table.row([moment(h.at), h.kind.clone(), h.attempt.to_string(), code, error]);
         }
         text.push('\n');
+        if history.truncated {
+            text.push_str(&format!("the latest {} attempts:\n", history.attempts.len()));
+        }
         text.push_str(&table.render());
     }
     text

@@ -11,7 +11,7 @@ use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, Que
 use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use postrider::message::{check_lane_name, hex, sha256};
-use postrider::store::{Attempt, Filter, Requeued, Retried, Shown, Status};
+use postrider::store::{Attempt, Filter, History, Requeued, Retried, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -349,7 +349,20 @@ impl From<Attempt> for AttemptView {
 pub struct MessageWithHistory {
     #[serde(flatten)]
     message: MessageView,
+    /// Attempts that did not simply succeed, at most the latest thousand.
     history: Vec<AttemptView>,
+    /// There were more before these.
+    history_truncated: bool,
+}
+
+impl From<(Shown, History)> for MessageWithHistory {
+    fn from((message, history): (Shown, History)) -> Self {
+        MessageWithHistory {
+            message: message.into(),
+            history: history.attempts.into_iter().map(AttemptView::from).collect(),
+            history_truncated: history.truncated,
+        }
+    }
 }
 
 listing!(MessageList, MessageView);
@@ -417,7 +430,7 @@ pub async fn list(
     Ok(Json(MessageList { items, next_cursor: cursor(page.next) }))
 }
 
-async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, Vec<Attempt>), Refusal> {
+async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, History), Refusal> {
     let found = app.outbox.show(id).await?.filter(|(m, _)| caller.sees_message(&m.lane, m.target.as_deref()));
     found.ok_or_else(|| Refusal::not_found(format!("there is no message {id}")))
 }
@@ -433,11 +446,7 @@ pub async fn show(
     Extension(caller): Extension<Caller>,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Json<MessageWithHistory>, Refusal> {
-    let (message, history) = find(&app, &caller, id_of(path)?).await?;
-    Ok(Json(MessageWithHistory {
-        message: message.into(),
-        history: history.into_iter().map(AttemptView::from).collect(),
-    }))
+    Ok(Json(find(&app, &caller, id_of(path)?).await?.into()))
 }
 
 /// Bring a dead message back
@@ -460,13 +469,7 @@ pub async fn requeue(
     let (message, _) = find(&app, &caller, id).await?;
     let conflict = |code, what: String| Err(Refusal::new(StatusCode::CONFLICT, code, what).with("id", id));
     match app.outbox.requeue(vec![id]).await?.first() {
-        Some(Requeued::Requeued) => {
-            let (message, history) = find(&app, &caller, id).await?;
-            Ok(Json(MessageWithHistory {
-                message: message.into(),
-                history: history.into_iter().map(AttemptView::from).collect(),
-            }))
-        }
+        Some(Requeued::Requeued) => Ok(Json(find(&app, &caller, id).await?.into())),
         Some(Requeued::Conflict) => {
             conflict("ACTIVE_KEY_TAKEN", format!("another live message has the key or the active key of message {id}"))
         }

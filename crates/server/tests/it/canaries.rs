@@ -188,11 +188,11 @@ fn live(server: &Server, token: &str) -> String {
 /// `database`: its URL with a password in it, where it has one.
 fn a_run_with_everything_that_goes_wrong(home: &Home, database: Option<&str>) {
     let told = Told::default();
-    // It repeats what it was sent, headers and all, as some do; the broker does not know us.
+    // It repeats what it was sent, path and headers and all, as some do; the broker does not know us.
     let receiver = Receiver::answering(|request| {
         let headers: String = request.headers.iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
         let known = !request.header("authorization").contains("canary-broker");
-        (if known { 500 } else { 401 }, format!("you said {headers}"))
+        (if known { 500 } else { 401 }, format!("you said {}\n{headers}", request.path))
     });
     let collector = Receiver::start(|_| Some(200));
     let port = receiver.url.rsplit(':').next().unwrap().split('/').next().unwrap().to_owned();
@@ -295,7 +295,7 @@ otlp_endpoint = \"{}\"
 
     // Webhooks: a secret of one's own, headers, a path; refused and wrong ones too.
     let hook = json!({
-        "url": format!("http://127.0.0.1:{port}/canary-hook?token=canary-query"), "event_types": ["a.*"],
+        "url": format!("http://127.0.0.1:{port}/canary-hook-of-a-partner?token=canary-query"), "event_types": ["a.*"],
         "secret": format!("whsec_{WEBHOOK}"), "headers": { "X-Partner-Key": "canary-partner-header" },
     });
     let made = ask("POST", "/v1/subscriptions", hook.clone(), &[]).answered(201).json();

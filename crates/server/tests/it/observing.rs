@@ -424,7 +424,7 @@ fn broker_send_ends_with_the_answer_and_not_with_what_is_done_about_it() {
     // That it begins is committed before the first byte; that our credentials are refused is told before the delivery ends.
     let begins = "UPDATE ON outbox FOR EACH ROW WHEN (NEW.maybe_sent AND NOT OLD.maybe_sent)";
     home.execute(&slowly("slow_begin", begins, SLOW));
-    home.execute(&slowly("slow_alert", "INSERT ON outbox_alerts FOR EACH ROW", SLOW));
+    home.execute(&slowly("slow_alert", "INSERT ON outbox FOR EACH ROW WHEN (NEW.lane = 'alerts')", SLOW));
     home.run(&["orders", "place", "--key", "k", "--payload", &order(1)]).done();
     home.run(&["worker", "--once", "--lane", "orders"]);
     let spans = spans_of(&collector);

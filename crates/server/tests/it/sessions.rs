@@ -111,6 +111,47 @@ fn a_session_runs_out() {
 }
 
 #[test]
+fn all_sessions_are_listed() {
+    on_every_database(|home| {
+        home.run(&["migrate"]).done();
+        let (id, _) = token(&home, &["--scope", "read"]);
+        // By hand: nobody signs in so often in a test.
+        let (sha, far) = match home.database {
+            Database::Sqlite => ("CAST(n AS BLOB)", "9000000000000000"),
+            Database::Postgres { .. } => ("decode(lpad(n::text, 64, '0'), 'hex')", "TIMESTAMPTZ '2200-01-01'"),
+            Database::Mysql { .. } => ("UNHEX(LPAD(n, 64, '0'))", "TIMESTAMP '2200-01-01 00:00:00'"),
+        };
+        // MariaDB's recursion ends after a thousand.
+        for (from, to) in [(1, 900), (901, 1001)] {
+            home.execute(&format!(
+                "INSERT INTO postrider_sessions (session_sha, token_id, created_at, expires_at)
+                 WITH RECURSIVE s (n) AS (SELECT {from} UNION ALL SELECT n + 1 FROM s WHERE n < {to}) SELECT {sha}, {id}, {far}, {far} FROM s"
+            ));
+        }
+        assert_eq!(sessions_of(&home, id), 1001);
+    });
+}
+
+/// Who is let in by nobody would not notice.
+#[test]
+fn where_every_token_has_run_out_there_is_none() {
+    on_every_database(|home| {
+        home.run(&["migrate"]).done();
+        let serve = || home.run(&["serve", "--listen", "0.0.0.0:0"]);
+        assert!(serve().stderr.contains("there is none"), "no token at all");
+        let (id, _) = token(&home, &["--scope", "read", "--expires", "1d"]);
+        let past = match home.database {
+            Database::Sqlite => "1",
+            _ => "TIMESTAMP '2020-01-01 00:00:00'",
+        };
+        home.execute(&format!("UPDATE api_tokens SET expires_at = {past} WHERE id = {id}"));
+        let refused = serve();
+        assert_eq!(refused.code, 2, "{refused:#?}");
+        assert!(refused.stderr.contains("there is none"), "{refused:#?}");
+    });
+}
+
+#[test]
 fn behind_a_proxy_that_speaks_tls_the_cookie_is_of_this_host_alone() {
     let home = Home::sqlite();
     home.write("postrider.toml", "[auth]\nmode = \"always\"\n");

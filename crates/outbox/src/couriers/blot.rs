@@ -1,0 +1,82 @@
+//! What a destination may repeat of what it was sent, and nobody should read in an error or in an answer that is kept:
+//! credentials in headers, and in the path and query of a URL.
+
+use url::Url;
+
+/// Shorter values are words, flags and numbers; blotting those out would only garble the text.
+const SHORTEST: usize = 6;
+/// The same of a part of a path, which is more often a word.
+const SHORTEST_PART: usize = 12;
+const BLOT: &str = "***";
+
+/// Texts that are blotted out, the longest first.
+#[derive(Clone, Debug, Default)]
+pub struct Blot(Vec<String>);
+
+impl Blot {
+    /// Of a URL, and of the values of headers.
+    pub fn new<'a>(url: Option<&Url>, values: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut secrets: Vec<String> = Vec::new();
+        for value in values {
+            // `Bearer` and the like are no secret.
+            secrets.extend([Some(value), value.split_whitespace().last()].into_iter().flatten().map(str::to_owned));
+        }
+        if let Some(url) = url {
+            secrets.extend(url.query().map(str::to_owned));
+            let pairs = url.query().into_iter().flat_map(|query| query.split('&'));
+            secrets.extend(pairs.filter_map(|pair| pair.split_once('=')).map(|(_, value)| value.to_owned()));
+            secrets.extend(url.query_pairs().map(|(_, value)| value.into_owned()));
+            let parts = url.path_segments().into_iter().flatten().filter(|part| part.len() >= SHORTEST_PART);
+            for part in parts {
+                secrets.extend([part.to_owned(), decoded(part)]);
+            }
+        }
+        secrets.retain(|secret| secret.len() >= SHORTEST);
+        secrets.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
+        secrets.dedup();
+        Blot(secrets)
+    }
+
+    pub fn text(&self, text: String) -> String {
+        self.0.iter().fold(text, |text, secret| if text.contains(secret) { text.replace(secret, BLOT) } else { text })
+    }
+
+    pub fn bytes(&self, mut bytes: Vec<u8>) -> Vec<u8> {
+        for secret in self.0.iter().map(String::as_bytes) {
+            let mut from = 0;
+            while let Some(at) = bytes[from..].windows(secret.len()).position(|window| window == secret) {
+                bytes.splice(from + at..from + at + secret.len(), BLOT.bytes());
+                from += at + BLOT.len();
+            }
+        }
+        bytes
+    }
+}
+
+/// A part of a path as a destination may show it.
+fn decoded(part: &str) -> String {
+    let pair = format!("x={}", part.replace('+', "%2B"));
+    url::form_urlencoded::parse(pair.as_bytes()).map(|(_, value)| value.into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_destination_repeats_of_our_secrets_is_blotted_out() {
+        let url = Url::parse("https://chat.example/services/B0-secret%2Dpart%20of+it?token=sw%6Frdfish&v=1").unwrap();
+        let blot = Blot::new(Some(&url), ["Bearer hunter22", "json"]);
+        for (said, kept) in [
+            ("POST /services/B0-secret%2Dpart%20of+it?token=sw%6Frdfish&v=1", "POST /services/***?***"),
+            ("no such hook: B0-secret-part of+it", "no such hook: ***"),
+            ("token swordfish, or sw%6Frdfish", "token ***, or ***"),
+            ("authorization: Bearer hunter22; hunter22", "authorization: ***; ***"),
+            ("json services", "json services"),
+        ] {
+            assert_eq!(blot.text(said.to_owned()), kept);
+            assert_eq!(blot.bytes(said.as_bytes().to_vec()), kept.as_bytes());
+        }
+        assert_eq!(Blot::new(None, ["******"]).bytes(b"************".to_vec()), b"******", "and comes to an end");
+    }
+}
