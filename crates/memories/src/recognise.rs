@@ -8,10 +8,10 @@ use std::time::Duration;
 use postrider::Result;
 use postrider::clock::Tick;
 use postrider::store::Mode;
-use postrider::tx::Tx;
+use postrider::tx::{Row, Tx};
 use serde_json::json;
 
-use crate::upstream::{Fault, Sight};
+use crate::upstream::{Fault, Held, Sight};
 use crate::{Memories, copies, kv};
 
 const NAMESPACE: &str = "gateway.upstream";
@@ -39,6 +39,18 @@ pub(crate) struct Recognised {
 struct Witness {
     copy: i64,
     memory_id: String,
+    payload_sha: String,
+}
+
+impl Witness {
+    fn of(row: &Row) -> Result<Witness> {
+        Ok(Witness { copy: row.int(0)?, memory_id: row.text(1)?, payload_sha: row.text(2)? })
+    }
+
+    /// What it shows under the id is this memory, and not one that has got the same id since.
+    fn is(&self, held: &Held) -> bool {
+        held.payload_sha.as_ref().is_none_or(|sha| *sha == self.payload_sha)
+    }
 }
 
 /// What there is to ask for.
@@ -126,7 +138,7 @@ impl Memories {
         // It is the one we know: from now on by the newest that it has.
         if let (Some(sentinel), Some(newest)) = (&seen.there, &newest)
             && newest.copy > sentinel.copy
-            && matches!(self.0.upstream.see(&newest.memory_id).await?, Sight::Seen(_))
+            && matches!(self.0.upstream.see(&newest.memory_id).await?, Sight::Seen(held) if newest.is(&held))
         {
             seen.there = Some(newest.clone());
         }
@@ -149,11 +161,11 @@ impl Memories {
 
     async fn see_one(&self, witness: &Witness, seen: &mut Seen) -> std::result::Result<(), Fault> {
         match self.0.upstream.see(&witness.memory_id).await? {
-            Sight::Seen(_) => {
+            Sight::Seen(held) if witness.is(&held) => {
                 seen.seen += 1;
                 seen.there.get_or_insert_with(|| witness.clone());
             }
-            Sight::Missing | Sight::Hidden => seen.gone.push(witness.copy),
+            Sight::Seen(_) | Sight::Missing | Sight::Hidden => seen.gone.push(witness.copy),
             Sight::Unaskable => seen.unaskable = true,
         }
         Ok(())
@@ -185,11 +197,8 @@ async fn witnesses(tx: &mut (dyn Tx + Send)) -> Result<Witnesses> {
     let up_to = known["up_to"].as_i64().unwrap_or(i64::MAX);
     let mut sentinel = None;
     if let Some(copy) = known["copy"].as_i64() {
-        let sql = format!("SELECT id, memory_id FROM memory_writes WHERE id = ? AND {THERE}");
-        let rows = tx.query(&sql, &[copy.into()]).await?;
-        if let Some(row) = rows.first() {
-            sentinel = Some(Witness { copy: row.int(0)?, memory_id: row.text(1)? });
-        }
+        let sql = format!("SELECT id, memory_id, payload_sha FROM memory_writes WHERE id = ? AND {THERE}");
+        sentinel = tx.query(&sql, &[copy.into()]).await?.first().map(Witness::of).transpose()?;
     }
     // Without a sentinel nobody knows which were written since: the oldest are asked for.
     let (up_to, ends): (i64, &[&str]) =
@@ -209,11 +218,10 @@ async fn witnesses(tx: &mut (dyn Tx + Send)) -> Result<Witnesses> {
 /// Some of what should be there, from one end; not looked for beyond a window, whatever waits there.
 async fn stored(tx: &mut (dyn Tx + Send), up_to: i64, order: &str, limit: usize) -> Result<Vec<Witness>> {
     let sql = format!(
-        "SELECT id, memory_id FROM (SELECT id, memory_id, state, merged, lost_at FROM memory_writes WHERE id <= ? ORDER BY id {order} LIMIT {WINDOW}) w
+        "SELECT id, memory_id, payload_sha FROM (SELECT id, memory_id, payload_sha, state, merged, lost_at FROM memory_writes WHERE id <= ? ORDER BY id {order} LIMIT {WINDOW}) w
          WHERE {THERE} ORDER BY id {order} LIMIT {limit}"
     );
-    let rows = tx.query(&sql, &[up_to.into()]).await?;
-    rows.iter().map(|row| Ok(Witness { copy: row.int(0)?, memory_id: row.text(1)? })).collect()
+    tx.query(&sql, &[up_to.into()]).await?.iter().map(Witness::of).collect()
 }
 
 /// The copy of the memory that was seen last.

@@ -17,6 +17,7 @@ on_every_store!(
     a_damaged_copy_is_not_sent_in_its_place,
     a_write_in_doubt_is_looked_for_before_it_is_made_again,
     a_write_that_may_be_under_way_is_not_made_again,
+    what_got_no_answer_is_woken_when_the_service_is_back,
     what_ended_long_ago_is_pruned,
     all_that_were_given_up_come_back,
 );
@@ -113,6 +114,21 @@ async fn a_write_in_doubt_is_looked_for_before_it_is_made_again(home: Home) {
     assert_eq!(home.upstream.contents().len(), 1);
     let memory_id = home.text("SELECT memory_id FROM memory_writes").await;
     assert_eq!(memory_id, home.upstream.mind().memories[0].id);
+}
+
+/// It has a minute to wait after its attempt; what could not be tried at all would be woken, and so is this.
+async fn what_got_no_answer_is_woken_when_the_service_is_back(home: Home) {
+    home.upstream.be(Mood::Adding(503, json!({"error": "overloaded"})));
+    home.store("patient").await;
+    home.upstream.be(Mood::Silent(secs(2)));
+    wait_until("an attempt got no answer", async || {
+        home.flush().await;
+        home.text("SELECT last_error_code FROM outbox").await == "TIMEOUT"
+    })
+    .await;
+    home.upstream.be(Mood::Well);
+    assert_eq!(home.memories.wake().await.unwrap(), 1);
+    assert_eq!(home.memories.wake().await.unwrap(), 0, "it is due now");
 }
 
 /// OpenMemory looks whether it has a text before it makes its embedding, and writes it afterwards: two at once are two.

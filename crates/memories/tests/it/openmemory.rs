@@ -37,7 +37,7 @@ pub struct Mind {
     pub memories: Vec<Memory>,
     pub adds: usize,
     pub requests: usize,
-    made: usize,
+    pub made: usize,
 }
 
 #[derive(Clone)]

@@ -8,6 +8,7 @@ use crate::openmemory::Mood;
 
 on_every_store!(
     an_emptied_service_is_not_the_one_we_know,
+    an_emptied_service_that_numbers_anew_is_not_the_one_we_know,
     an_old_backup_is_not_the_one_we_know,
     another_key_is_another_tenant,
     one_forgotten_memory_is_no_amnesia,
@@ -65,6 +66,25 @@ async fn an_emptied_service_is_not_the_one_we_know(home: Home) {
     assert_eq!(status(&home.memories).await, "ok");
     assert_eq!(home.ask("deploy tuesdays").await, (vec![TEXTS[0].to_owned()], false));
     assert_eq!(mended(&home).await, 0, "doing it again changes nothing");
+}
+
+/// Emptied again after everything was written anew, and by now other memories stand under the ids we know.
+async fn an_emptied_service_that_numbers_anew_is_not_the_one_we_know(home: Home) {
+    filled(&home).await;
+    home.upstream.mind().memories.clear();
+    assert_eq!(status(&home.memories).await, "failed");
+    assert_eq!(mended(&home).await, 4);
+    assert_eq!(status(&home.memories).await, "ok");
+    {
+        let mut mind = home.upstream.mind();
+        let first = mind.memories.remove(0).id;
+        mind.memories.clear();
+        mind.made = first.strip_prefix("m-").unwrap().parse::<usize>().unwrap() - 1;
+    }
+    for text in ["tom owns search", "dumps are kept for a week", "nobody deploys on fridays", "traces go to tempo"] {
+        home.store(text).await;
+    }
+    assert_eq!(status(&home.memories).await, "failed", "it shows something under each id, and not what it had");
 }
 
 async fn an_old_backup_is_not_the_one_we_know(home: Home) {
