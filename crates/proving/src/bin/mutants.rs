@@ -52,6 +52,23 @@ struct Mutant {
     target: String,
     /// Filters of the tests that must notice.
     tests: Vec<String>,
+    /// They are run only when they are asked for.
+    #[serde(default)]
+    ignored: bool,
+}
+
+/// Where tests are, and how they are run.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Suite<'a> {
+    package: &'a str,
+    target: &'a str,
+    ignored: bool,
+}
+
+impl Mutant {
+    fn suite(&self) -> Suite<'_> {
+        Suite { package: &self.package, target: &self.target, ignored: self.ignored }
+    }
 }
 
 fn it() -> String {
@@ -155,16 +172,16 @@ fn hunt(chosen: &[&(String, Mutant)]) -> Result<bool> {
 /// The tests these bugs name, on the product as it is: each package's together.
 fn run_unbroken(chosen: &[&(String, Mutant)]) -> Result<bool> {
     let place = Place::prepare()?;
-    let mut suites: BTreeMap<(&str, &str), BTreeSet<&str>> = BTreeMap::new();
+    let mut suites: BTreeMap<Suite<'_>, BTreeSet<&str>> = BTreeMap::new();
     for (_, mutant) in chosen {
-        let suite = suites.entry((&mutant.package, &mutant.target)).or_default();
+        let suite = suites.entry(mutant.suite()).or_default();
         suite.extend(mutant.tests.iter().map(String::as_str));
     }
     let mut sound = true;
-    for ((package, target), tests) in suites {
-        let verdict = place.judge(package, target, &tests.into_iter().collect::<Vec<_>>())?;
+    for (suite, tests) in suites {
+        let verdict = place.judge(suite, &tests.into_iter().collect::<Vec<_>>())?;
         let passes = verdict == Verdict::Survived;
-        println!("{package} {target}: {}", if passes { "passes" } else { "DOES NOT PASS" });
+        println!("{} {}: {}", suite.package, suite.target, if passes { "passes" } else { "DOES NOT PASS" });
         sound &= passes;
     }
     Ok(sound)
@@ -263,19 +280,19 @@ impl Place {
         let whole = fs::read(&mutant.file)?;
         fs::write(&file, planted(mutant)?)?;
         let tests: Vec<&str> = mutant.tests.iter().map(String::as_str).collect();
-        let verdict = self.judge(&mutant.package, &mutant.target, &tests);
+        let verdict = self.judge(mutant.suite(), &tests);
         fs::write(&file, whole)?;
         verdict
     }
 
-    fn judge(&self, package: &str, target: &str, tests: &[&str]) -> Result<Verdict> {
+    fn judge(&self, suite: Suite<'_>, tests: &[&str]) -> Result<Verdict> {
         let log = Path::new(PLACE).join("log");
         let output = fs::File::create(&log)?;
         let cargo = |words: &[&str], deadline| -> Result<End> {
             let mut command = Command::new("cargo");
             command.current_dir(&self.tree).env("CARGO_TARGET_DIR", &self.target);
-            command.args(["test", "--locked", "--quiet", "--all-features", "-p", package]);
-            match target {
+            command.args(["test", "--locked", "--quiet", "--all-features", "-p", suite.package]);
+            match suite.target {
                 "lib" => command.arg("--lib"),
                 "unit" => command.arg("--bins"),
                 target => command.args(["--test", target]),
@@ -286,7 +303,8 @@ impl Place {
         if cargo(&["--no-run"], Duration::MAX)? != End::Passed {
             return Ok(Verdict::DoesNotCompile);
         }
-        let words: Vec<&str> = ["--"].iter().chain(tests).copied().collect();
+        let asked_for: &[&str] = if suite.ignored { &["--ignored"] } else { &[] };
+        let words: Vec<&str> = ["--"].iter().chain(asked_for).chain(tests).copied().collect();
         Ok(match cargo(&words, DEADLINE)? {
             End::Failed => Verdict::Found,
             End::Hung => Verdict::Hung,

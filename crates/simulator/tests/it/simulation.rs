@@ -56,6 +56,15 @@ fn seed_4_a_lock_and_a_renewal_make_nobody_spin() {
     assert_eq!(run(Plan::of(4)).violations, Vec::<String>::new());
 }
 
+/// Each of these broke a promise once: something delivered after its time because its claim was long under way (10178), twins
+/// side by side because a check was answered late (10719), and what was wrong with the simulator itself (10195, 10739, 20023).
+#[test]
+fn seeds_that_found_something_find_nothing_any_more() {
+    for seed in [10_178, 10_195, 10_719, 10_739, 20_023] {
+        assert_eq!(run(Plan::of(seed)).violations, Vec::<String>::new(), "seed {seed}");
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_trace() {
     let trace = |outcomes: &Outcomes| (outcomes.trace, outcomes.events, outcomes.injected.len());
