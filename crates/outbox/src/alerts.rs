@@ -319,7 +319,7 @@ impl Alerts {
         }
         let last = new.last();
         let died = count + standing.suppressed + standing.untold;
-        let words = if died == 1 { "a message" } else { "messages" };
+        let words = if died == 1 { "message" } else { "messages" };
         let alert = Alert {
             kind: kind::DEAD_MESSAGES,
             subject: lane.to_owned(),

@@ -134,7 +134,7 @@ fn exposure(url: &str) -> Option<&'static str> {
     let parameters: Vec<(String, String)> = url::form_urlencoded::parse(query.as_bytes()).into_owned().collect();
     let given = |name: &str| parameters.iter().rev().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
     let authority = before.rsplit_once('@').map_or(before, |(_, host)| host).split('/').next().unwrap_or_default();
-    let hosts = given("host").unwrap_or(authority);
+    let hosts = given("hostaddr").or_else(|| given("host")).unwrap_or(authority);
     if hosts.split(',').all(is_this_machine) {
         return None;
     }
@@ -181,6 +181,8 @@ mod tests {
             ("postgres:///a?host=/var/run/postgresql", None),
             ("postgres://u:p@%2Fvar%2Frun/a", None),
             ("postgres://u:p@db/a", Some(prefers)),
+            ("postgres://u:p@localhost/a?hostaddr=10.1.2.3", Some(prefers)),
+            ("postgres://u:p@db/a?hostaddr=127.0.0.1", None),
             ("postgres://u:p@localhost,db/a", Some(prefers)),
             ("postgres://u@db/a?sslmode=prefer&sslrootcert=ca.pem", Some(prefers)),
             ("postgres://u:p@db/a?sslmode=disable", Some("in the clear")),

@@ -146,6 +146,7 @@ fn run_for(command: &str, longest: Duration) -> Result<String, String> {
     shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     // In a group of its own, so that it ends with whatever it has started.
     let mut child = shell.process_group(0).spawn().map_err(cannot)?;
+    let group = Pid::from_child(&child);
     let printed = child.stdout.take().map(|mut pipe| {
         std::thread::spawn(move || {
             let mut text = Vec::new();
@@ -154,14 +155,16 @@ fn run_for(command: &str, longest: Duration) -> Result<String, String> {
     });
     let begun = Tick::now();
     let status = loop {
+        // What it leaves running may go on printing.
+        let silent = printed.as_ref().is_none_or(|printed| printed.is_finished());
         match child.try_wait().map_err(cannot)? {
-            Some(status) => break status,
-            None if Tick::now().since(begun) >= longest => {
-                let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
+            Some(status) if silent => break status,
+            _ if Tick::now().since(begun) >= longest => {
+                let _ = rustix::process::kill_process_group(group, Signal::KILL);
                 let _ = child.wait();
                 return Err(format!("the command of exec: did not end within {longest:?}; run it by hand to see why"));
             }
-            None => std::thread::sleep(Duration::from_millis(10)),
+            _ => std::thread::sleep(Duration::from_millis(10)),
         }
     };
     if !status.success() {
@@ -199,8 +202,15 @@ mod tests {
     /// With all that it has started: what a shell leaves behind would hold the pipe for ever.
     #[test]
     fn a_command_that_hangs_is_ended() {
+        for then in ["wait", "echo x"] {
+            let command = |left: &str| format!("sleep 600 & echo $! > {left}; {then}");
+            is_ended(command);
+        }
+    }
+
+    fn is_ended(command: impl Fn(&str) -> String) {
         let left = tempfile::NamedTempFile::new().unwrap();
-        let command = format!("sleep 600 & echo $! > {}; wait", left.path().display());
+        let command = command(&left.path().display().to_string());
         let refused = run_for(&command, Duration::from_millis(500)).unwrap_err();
         assert!(refused.contains("did not end within 500ms"), "{refused}");
         let pid = std::fs::read_to_string(left.path()).unwrap();

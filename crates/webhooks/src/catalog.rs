@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postrider::clock::Tick;
+use postrider::error::Kind;
 use postrider::store::Mode;
-use postrider::tx::{Tx, Value, for_update};
+use postrider::tx::{Dialect, Tx, Value, for_update};
 use postrider::{Error, Result, Timestamp};
 
 use crate::Webhooks;
@@ -196,6 +197,23 @@ pub(crate) async fn bump<T: Tx + ?Sized>(tx: &mut T) -> Result<i64> {
     }
     let rows = tx.query("SELECT value FROM webhook_state WHERE name = 'subscription_rows'", &[]).await?;
     rows.first().ok_or_else(|| Error::database("webhook_state has no row `subscription_rows`"))?.int(0)
+}
+
+/// The same for a change of this one, which nobody else may have locked: all others would wait with us.
+pub(crate) async fn bump_for<T: Tx + ?Sized>(tx: &mut T, id: i64) -> Result<i64> {
+    let version = bump(tx).await?;
+    if tx.dialect() == Dialect::Sqlite {
+        return Ok(version);
+    }
+    for row in ["subscriptions WHERE id", "subscription_gates WHERE subscription_id"] {
+        let sql = format!("SELECT 1 FROM {row} = ?");
+        let there = !tx.query(&sql, &[id.into()]).await?.is_empty();
+        let free = format!("{sql}{}", skip_locked(tx.dialect()));
+        if there && tx.query(&free, &[id.into()]).await?.is_empty() {
+            return Err(Error::new(Kind::Locked, format!("somebody else has subscription {id} locked; try again")));
+        }
+    }
+    Ok(version)
 }
 
 /// The change with this number deletes a row.

@@ -169,7 +169,7 @@ impl Webhooks {
                 let (webhooks, given) = (webhooks.clone(), given.clone());
                 Box::pin(async move {
                     // From here on nobody else changes a subscription until this is committed.
-                    let version = catalog::bump(tx).await?;
+                    let version = catalog::bump_for(tx, id).await?;
                     let Some(old) = webhooks.read(tx, id).await? else { return Ok(None) };
                     let new = given.unwrap_or_else(|| Key::generate(old.signature));
                     if new.scheme() != old.signature {

@@ -382,7 +382,7 @@ impl Webhooks {
 
     async fn apply(&self, tx: &mut (dyn Tx + Send), id: i64, patch: Patch) -> Result<Option<Subscription>> {
         // Changes wait for each other here: what is read now is not changed by another before it is written.
-        let version = catalog::bump(tx).await?;
+        let version = catalog::bump_for(tx, id).await?;
         let Some(old) = self.read(tx, id).await? else { return Ok(None) };
         let merged = NewSubscription {
             url: patch.url.unwrap_or_else(|| old.url.clone()),
@@ -445,7 +445,7 @@ impl Webhooks {
         let gone = self
             .transact(Mode::Write, move |tx| {
                 Box::pin(async move {
-                    let version = catalog::bump(tx).await?;
+                    let version = catalog::bump_for(tx, id).await?;
                     let gone = tx.execute("DELETE FROM subscriptions WHERE id = ?", &[id.into()]).await? == 1;
                     catalog::mark_deletion(tx, version).await?;
                     // Its gate stays until what is parked there is buried.
@@ -480,7 +480,7 @@ impl Webhooks {
             .transact(Mode::Write, move |tx| {
                 let webhooks = webhooks.clone();
                 Box::pin(async move {
-                    let version = catalog::bump(tx).await?;
+                    let version = catalog::bump_for(tx, id).await?;
                     let Some(old) = webhooks.read(tx, id).await? else { return Ok(None) };
                     if old.status == SubscriptionStatus::Disabled && status == SubscriptionStatus::Paused {
                         return Ok(Some(old));

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use postrider::store::Mode;
-use postrider::tx::{Dialect, Tx, Value, in_ids};
+use postrider::tx::{Dialect, Row, Tx, Value, in_ids};
 use postrider::{Enqueued, Result, Timestamp};
 
 use crate::courier::{PAUSED, RESTING};
@@ -69,17 +69,26 @@ pub(crate) async fn parked_in_vain(
     Ok((found, next.flatten()))
 }
 
-/// Their gates are looked at again.
+/// Their gates are looked at again, and made where there is none; one that somebody else has locked is left to the next look.
 pub(crate) async fn reopen_gates(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<()> {
-    for id in ids {
-        let there = match tx.dialect() {
-            Dialect::Mysql => "INSERT IGNORE INTO subscription_gates (subscription_id, parked) VALUES (?, 1)",
-            _ => {
-                "INSERT INTO subscription_gates (subscription_id, parked) VALUES (?, 1) ON CONFLICT (subscription_id) DO NOTHING"
-            }
-        };
-        tx.execute(there, &[(*id).into()]).await?;
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), ids, &mut params);
+    let gates = format!("SELECT subscription_id FROM subscription_gates WHERE subscription_id {list}");
+    let ids_of = |rows: Vec<Row>| rows.iter().map(|row| row.int(0)).collect::<Result<HashSet<i64>>>();
+    let there = ids_of(tx.query(&gates, &params).await?)?;
+    let order = format!("{gates} ORDER BY subscription_id{}", skip_locked(tx.dialect()));
+    let free = ids_of(tx.query(&order, &params).await?)?;
+    for id in ids.iter().filter(|id| free.contains(id)) {
         tx.execute("UPDATE subscription_gates SET parked = 1 WHERE subscription_id = ?", &[(*id).into()]).await?;
+    }
+    let make = match tx.dialect() {
+        Dialect::Mysql => "INSERT IGNORE INTO subscription_gates (subscription_id, parked) VALUES (?, 1)",
+        _ => {
+            "INSERT INTO subscription_gates (subscription_id, parked) VALUES (?, 1) ON CONFLICT (subscription_id) DO NOTHING"
+        }
+    };
+    for id in ids.iter().filter(|id| !there.contains(id)) {
+        tx.execute(make, &[(*id).into()]).await?;
     }
     Ok(())
 }
@@ -146,8 +155,9 @@ impl Webhooks {
     /// One look for what waits in vain; each in a transaction of its own and a bounded page, which the next look goes on
     /// from.
     pub(crate) async fn sweep(&self) -> Result<()> {
-        self.sweep_parked().await?;
-        self.sweep_under_way().await
+        // What keeps one of them up is not the other's.
+        let parked = self.sweep_parked().await;
+        self.sweep_under_way().await.and(parked)
     }
 
     async fn sweep_parked(&self) -> Result<()> {

@@ -33,7 +33,7 @@ pub struct Git {
 
 impl Git {
     pub fn new(path: &Path, name: Option<String>) -> Result<Self, Trouble> {
-        let given = path.display().to_string();
+        let given = super::without_credentials(&path.display().to_string());
         let wrong = |e: std::io::Error| Trouble::Source(format!("cannot read {given}: {e}"));
         if !path.exists() {
             return Err(Trouble::Source(format!("there is nothing at {given}")));

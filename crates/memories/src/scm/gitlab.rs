@@ -47,7 +47,8 @@ struct Client {
 impl Gitlab {
     /// `url`: the project's page, like `https://gitlab.example/group/project`.
     pub fn new(url: &str, token: Option<&str>, name: Option<String>) -> Result<Self, Trouble> {
-        let wrong = || Trouble::Source(format!("`{url}` is no project, like https://gitlab.example/group/project"));
+        let shown = super::without_credentials(url);
+        let wrong = || Trouble::Source(format!("`{shown}` is no project, like https://gitlab.example/group/project"));
         let parsed = Url::parse(url).map_err(|_| wrong())?;
         let project = parsed.path().trim_matches('/').trim_end_matches(".git").to_owned();
         if !matches!(parsed.scheme(), "http" | "https") || project.is_empty() || !parsed.username().is_empty() {

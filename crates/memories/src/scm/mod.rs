@@ -57,6 +57,14 @@ impl Kind {
     }
 }
 
+/// An address as it may be repeated: who writes a password or a token into it has it nowhere else then.
+fn without_credentials(address: &str) -> String {
+    match address.split_once("://").map(|(scheme, rest)| (scheme, rest.split_once('@'))) {
+        Some((scheme, Some((_, host)))) => format!("{scheme}://***@{host}"),
+        _ => address.to_owned(),
+    }
+}
+
 /// What happens to a record that cannot be written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strictness {

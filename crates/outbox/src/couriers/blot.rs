@@ -31,6 +31,10 @@ impl Blot {
                 secrets.extend([part.to_owned(), decoded(part)]);
             }
         }
+        // As PHP writes a slash in JSON.
+        let escaped: Vec<String> =
+            secrets.iter().filter(|secret| secret.contains('/')).map(|secret| secret.replace('/', "\\/")).collect();
+        secrets.extend(escaped);
         secrets.retain(|secret| secret.len() >= SHORTEST);
         secrets.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
         secrets.dedup();
@@ -66,13 +70,14 @@ mod tests {
     #[test]
     fn what_a_destination_repeats_of_our_secrets_is_blotted_out() {
         let url = Url::parse("https://chat.example/services/B0-secret%2Dpart%20of+it?token=sw%6Frdfish&v=1").unwrap();
-        let blot = Blot::new(Some(&url), ["Bearer hunter22", "json"]);
+        let blot = Blot::new(Some(&url), ["Bearer hunter22", "json", "Basic Q0F/xyz="]);
         for (said, kept) in [
             ("POST /services/B0-secret%2Dpart%20of+it?token=sw%6Frdfish&v=1", "POST /services/***?***"),
             ("no such hook: B0-secret-part of+it", "no such hook: ***"),
             ("token swordfish, or sw%6Frdfish", "token ***, or ***"),
             ("authorization: Bearer hunter22; hunter22", "authorization: ***; ***"),
             ("json services", "json services"),
+            (r#"{"authorization":"Basic Q0F\/xyz="}"#, r#"{"authorization":"***"}"#),
         ] {
             assert_eq!(blot.text(said.to_owned()), kept);
             assert_eq!(blot.bytes(said.as_bytes().to_vec()), kept.as_bytes());

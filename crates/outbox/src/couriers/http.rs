@@ -25,6 +25,11 @@ use crate::outcome::{Fault, Outcome, Reach};
 const MAX_MESSAGE_HEADERS: usize = 4096;
 /// How many characters of a refusal's body go into the error.
 const EXCERPT_CHARS: usize = 200;
+/// So many characters that also stand in the payload, or the whole of a shorter one, were repeated from it; fewer are words.
+const ECHO_CHARS: usize = 12;
+const SHORTEST_ECHO: usize = 6;
+/// How much of a payload is looked through.
+const MOST_PAYLOAD: usize = 64 << 10;
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 const MESSAGE_ID: HeaderName = HeaderName::from_static("postrider-message-id");
@@ -140,7 +145,7 @@ impl Http {
         Outcome::retry(code, format!("{what}: {cause}{effect}"), reach)
     }
 
-    fn refused(&self, status: StatusCode, body: &[u8], retry_after: Option<Duration>) -> Outcome {
+    fn refused(&self, status: StatusCode, body: &[u8], payload: &[u8], retry_after: Option<Duration>) -> Outcome {
         let mut error = format!("{} answered {status}", self.origin);
         let class = self.statuses.of(status.as_u16());
         let code = if status.is_redirection() {
@@ -149,7 +154,7 @@ impl Http {
         } else {
             format!("HTTP_{}", status.as_u16())
         };
-        if let Some(excerpt) = excerpt(body, &self.secrets) {
+        if let Some(excerpt) = excerpt(body, &self.secrets, payload) {
             error.push_str(": ");
             error.push_str(&excerpt);
         }
@@ -180,7 +185,7 @@ impl Courier for Http {
             return Outcome::sent();
         }
         let retry_after = if honours_retry_after(status.as_u16()) { retry_after(&headers) } else { None };
-        self.refused(status, &body, retry_after)
+        self.refused(status, &body, &message.payload, retry_after)
     }
 }
 
@@ -260,18 +265,45 @@ fn check_header(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), &'
     if reserved { Err("reserved") } else { Ok((name, value)) }
 }
 
-/// The beginning of a body, on one line, if it is text.
-fn excerpt(body: &[u8], secrets: &Blot) -> Option<String> {
+/// The beginning of a body, on one line, if it is text; without what it repeats of the payload, which errors do not show.
+fn excerpt(body: &[u8], secrets: &Blot, payload: &[u8]) -> Option<String> {
     let text = secrets.text(String::from_utf8_lossy(body).into_owned());
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let mut excerpt: String = line.chars().take(EXCERPT_CHARS).collect();
+    let payload = &payload[..payload.len().min(MOST_PAYLOAD)];
+    let payload = String::from_utf8_lossy(payload).split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut excerpt: String = without_echo(&line.chars().take(2 * EXCERPT_CHARS).collect::<String>(), &payload);
+    excerpt = excerpt.chars().take(EXCERPT_CHARS).collect();
     if excerpt.is_empty() || excerpt.contains(|c: char| c.is_control() || c == char::REPLACEMENT_CHARACTER) {
         return None;
     }
-    if excerpt.len() < line.len() {
+    if line.chars().count() > EXCERPT_CHARS {
         excerpt.push('…');
     }
     Some(excerpt)
+}
+
+/// Blots out every run of characters that stands in the payload, too.
+fn without_echo(line: &str, payload: &str) -> String {
+    let chars: Vec<char> = line.chars().collect();
+    let run = ECHO_CHARS.min(payload.chars().count());
+    if run < SHORTEST_ECHO {
+        return line.to_owned();
+    }
+    let mut echoed = vec![false; chars.len()];
+    for (at, window) in chars.windows(run).enumerate() {
+        if payload.contains(&window.iter().collect::<String>()) {
+            echoed[at..at + run].fill(true);
+        }
+    }
+    let mut kept = String::with_capacity(line.len());
+    for (at, c) in chars.iter().enumerate() {
+        match echoed[at] {
+            false => kept.push(*c),
+            true if at == 0 || !echoed[at - 1] => kept.push_str("***"),
+            true => {}
+        }
+    }
+    kept
 }
 
 /// What a destination may echo and nobody should read in an error.
@@ -399,10 +431,20 @@ mod tests {
     #[test]
     fn an_excerpt_is_short_text_on_one_line_without_secrets() {
         let none = Blot::default();
+        let excerpt =
+            |body: &[u8], secrets: &Blot| super::excerpt(body, secrets, b"{\"card\": \"4111 1111 1111 1111\"}");
         assert_eq!(excerpt(b"  no such\r\n invoice ", &none).as_deref(), Some("no such invoice"));
         assert_eq!(excerpt(b" \n", &none), None);
         assert_eq!(excerpt(b"\x1f\x8b\x08\x00gzip", &none), None);
         assert_eq!(excerpt(b"\x1b[2Jterminal", &none), None);
+        for (said, kept) in [
+            ("cannot parse: {\"card\":  \"4111 1111 1111 1111\"} at all", "cannot parse: *** at all"),
+            ("no card has the number 4111 1111 1111 1111.", "no card has the number ***."),
+            ("which card?", "which card?"),
+        ] {
+            assert_eq!(excerpt(said.as_bytes(), &none).as_deref(), Some(kept));
+        }
+        assert_eq!(super::excerpt(b"no: hunter2 x", &none, b"hunter2").as_deref(), Some("no: *** x"));
         let long = excerpt("ä".repeat(9000).as_bytes(), &none).unwrap();
         assert_eq!(long.chars().count(), EXCERPT_CHARS + 1);
 

@@ -105,6 +105,12 @@ pub async fn open(url: &str, lanes: Lanes, options: Options) -> Result<Arc<dyn S
     }
 }
 
+#[cfg(feature = "postgres")]
+pub use postgres_tls::why_no_pem;
+
+/// How parameters are called that hold a password.
+const PASSWORDS: [&str; 5] = ["passw", "pwd", "secret", "token", "key="];
+
 /// A URL that may be shown. What is none is hidden rather too much than too little: a password may hold any character, and
 /// some write it as a parameter.
 pub fn without_password(url: &str) -> String {
@@ -115,11 +121,15 @@ pub fn without_password(url: &str) -> String {
     let shown = match rest.rsplit_once('@').map(|(user, host)| (user.split_once(':'), host)) {
         Some((Some((user, _)), host)) => format!("{scheme}{user}:***@{host}"),
         Some((None, _)) if scheme.is_empty() => "***".to_owned(),
+        // No URL at all: it may be the password alone, unless it looks like a file.
+        None if scheme.is_empty() && ![".db", ".sqlite", ".sqlite3"].iter().any(|end| url.ends_with(end)) => {
+            "***".to_owned()
+        }
         _ => url.to_owned(),
     };
     let lower = shown.to_ascii_lowercase();
-    match lower.find("password") {
-        Some(at) => format!("{}password***", &shown[..at]),
+    match PASSWORDS.iter().filter_map(|name| lower.find(name).map(|at| (at, at + name.len()))).min() {
+        Some((_, end)) => format!("{}***", &shown[..end]),
         None => shown,
     }
 }
@@ -427,10 +437,12 @@ mod tests {
             ("postgres://app:s3cr@t@db:5432/app?x=1", "postgres://app:***@db:5432/app?x=1"),
             ("mysql://root@db/app", "mysql://root@db/app"),
             ("sqlite://a:b@c.db", "sqlite://a:***@c.db"),
-            ("nonsense", "nonsense"),
+            ("nonsense", "***"),
+            ("postrider.db", "postrider.db"),
+            ("postgres://u@db/app?passwd=s3cret", "postgres://u@db/app?passw***"),
             ("postgres://app:s3/cr?et@db/app", "postgres://app:***@db/app"),
-            ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&password***"),
-            ("host=db password=s3cret", "host=db password***"),
+            ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&passw***"),
+            ("host=db password=s3cret", "***"),
             ("app:s3cret@db", "app:***@db"),
         ] {
             assert_eq!(without_password(url), shown);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring};
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 use tokio_postgres::Config;
@@ -65,7 +65,8 @@ pub fn configure(url: &str) -> Result<(Config, MakeRustlsConnect)> {
         .with_custom_certificate_verifier(Arc::new(verifier));
     let client = match (certificate, key) {
         (Some(certificate), Some(key)) => {
-            let private = PrivateKeyDer::from_pem_file(&key).map_err(|e| unreadable("sslkey", &key, &e))?;
+            let private =
+                PrivateKeyDer::from_pem_file(&key).map_err(|e| unreadable("sslkey", &key, &why_no_pem(&e)))?;
             let chain = certificates("sslcert", &certificate)?;
             builder.with_client_auth_cert(chain, private).map_err(|e| unreadable("sslcert", &certificate, &e))?
         }
@@ -75,13 +76,22 @@ pub fn configure(url: &str) -> Result<(Config, MakeRustlsConnect)> {
     Ok((config, MakeRustlsConnect::new(client)))
 }
 
+/// Why a file of ours cannot be used. The parser repeats what it has read, which may be a private key.
+pub fn why_no_pem(error: &pem::Error) -> String {
+    match error {
+        pem::Error::Io(error) => error.to_string(),
+        pem::Error::NoItemsFound => "there is none in it".to_owned(),
+        _ => "it is damaged, or its lines have run together".to_owned(),
+    }
+}
+
 fn unreadable(what: &str, path: &str, error: &dyn std::fmt::Display) -> Error {
     Error::invalid(format!("{what} = {path} cannot be used: {error}; it must be a readable PEM file"))
 }
 
 fn certificates(what: &str, path: &str) -> Result<Vec<CertificateDer<'static>>> {
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let found = read.map_err(|e| unreadable(what, path, &e))?;
+    let found = read.map_err(|e| unreadable(what, path, &why_no_pem(&e)))?;
     if found.is_empty() {
         return Err(unreadable(what, path, &"there is no certificate in it"));
     }

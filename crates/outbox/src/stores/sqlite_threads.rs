@@ -2,7 +2,7 @@
 //! transaction of its own, begun after it was asked for: what was committed and answered before, it sees.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 use super::sqlite::{SqliteTx, classify};
 use crate::error::{Error, Kind, Result};
@@ -26,12 +26,33 @@ pub(super) struct Request {
 }
 
 /// The file as it was when it was opened. Deleted or moved, its writes would still succeed, into a file that nobody
-/// finds again.
+/// finds again; and so they would without its log, or the index of that, which stand beside it.
 #[derive(Clone, Debug)]
 pub(super) struct OpenFile {
     path: PathBuf,
     #[cfg(unix)]
     identity: (u64, u64),
+    #[cfg(unix)]
+    beside: Arc<[Beside; 2]>,
+}
+
+/// A file beside the database's own, known from the first commit that finds it there.
+#[cfg(unix)]
+#[derive(Debug)]
+struct Beside {
+    path: PathBuf,
+    identity: OnceLock<(u64, u64)>,
+}
+
+#[cfg(unix)]
+impl Beside {
+    fn is_there(&self) -> bool {
+        match (self.identity.get(), identity(&self.path)) {
+            (Some(known), now) => now == Some(*known),
+            (None, Some(now)) => *self.identity.get_or_init(|| now) == now,
+            (None, None) => true,
+        }
+    }
 }
 
 impl OpenFile {
@@ -40,12 +61,28 @@ impl OpenFile {
         let identity = identity(path).ok_or_else(|| gone(path))?;
         // A relative path means this file even after the process has changed its folder.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        Ok(OpenFile { path, identity })
+        let beside = |end: &str| {
+            let mut name = path.clone().into_os_string();
+            name.push(end);
+            Beside { path: name.into(), identity: OnceLock::new() }
+        };
+        let beside = Arc::new([beside("-wal"), beside("-shm")]);
+        Ok(OpenFile { path, identity, beside })
     }
 
     #[cfg(unix)]
     fn check(&self) -> Result<()> {
         if identity(&self.path) == Some(self.identity) { Ok(()) } else { Err(gone(&self.path)) }
+    }
+
+    /// The same for what is about to be written.
+    #[cfg(unix)]
+    fn check_all(&self) -> Result<()> {
+        self.check()?;
+        match self.beside.iter().find(|file| !file.is_there()) {
+            Some(file) => Err(gone(&file.path)),
+            None => Ok(()),
+        }
     }
 
     /// Elsewhere an open file can be neither deleted nor moved.
@@ -58,12 +95,20 @@ impl OpenFile {
     fn check(&self) -> Result<()> {
         Ok(())
     }
+
+    #[cfg(not(unix))]
+    fn check_all(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 #[cfg(unix)]
 fn identity(path: &Path) -> Option<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
-    std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
+    // Cut off to nothing it is not the file any more, whatever is found under its name.
+    let is_log = path.as_os_str().as_encoded_bytes().ends_with(b"-wal");
+    let file = std::fs::metadata(path).ok().filter(|file| file.len() > 0 || is_log)?;
+    Some((file.dev(), file.ino()))
 }
 
 fn gone(path: &Path) -> Error {
@@ -194,7 +239,7 @@ fn commit(tx: &SqliteTx, file: Option<&OpenFile>) -> Result<()> {
         let _ = tx.batch("ROLLBACK");
         error
     };
-    still_there(file).map_err(roll_back)?;
+    file.map_or(Ok(()), OpenFile::check_all).map_err(roll_back)?;
     tx.connection.execute_batch("COMMIT").map_err(|e| {
         // Busy is definite, and so is what could not be written: it is not in the log. Another I/O error is not.
         let code = e.sqlite_error().map_or(0, |e| e.extended_code);

@@ -828,3 +828,30 @@ async fn a_file_that_was_moved_or_replaced_takes_no_more_messages() {
     })
     .await;
 }
+
+/// Its log, the index of that, or its content: without any of them what is committed is found by nobody.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_file_that_lost_its_log_takes_no_more_messages() {
+    for end in ["-wal", "-shm", ""] {
+        crate::harness::case(crate::harness::sqlite().await, async |db: Database| {
+            db.put("a", "x").await;
+            let path = format!("{}{end}", db.url.strip_prefix("sqlite://").unwrap());
+            let away = format!("{path}.away");
+            std::fs::copy(&path, &away).unwrap();
+            match end {
+                "" => std::fs::write(&path, "").unwrap(),
+                _ => std::fs::remove_file(&path).unwrap(),
+            }
+            for _ in 0..2 {
+                let error = db.outbox.enqueue(vec![NewMessage::new("a", "lost")]).await.unwrap_err();
+                assert_eq!((error.kind, error.effect), (Kind::Unavailable, Effect::NotApplied), "{path}: {error}");
+                // Another one in its place is not it.
+                if !end.is_empty() {
+                    std::fs::copy(&away, &path).unwrap();
+                }
+            }
+        })
+        .await;
+    }
+}

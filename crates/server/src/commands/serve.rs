@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use postrider::Outbox;
 use postrider::observe::Observer;
+use postrider::stores::why_no_pem;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::net::TcpListener;
@@ -128,8 +129,8 @@ fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor> {
     };
     let chain = CertificateDer::pem_file_iter(&files.cert)
         .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-        .map_err(|e| wrong("cert", &files.cert, &e))?;
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|e| wrong("key", &files.key, &e))?;
+        .map_err(|e| wrong("cert", &files.cert, &why_no_pem(&e)))?;
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|e| wrong("key", &files.key, &why_no_pem(&e)))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()

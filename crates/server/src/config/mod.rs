@@ -222,7 +222,15 @@ impl Place<'_> {
         let key = line.split_once('=').map_or(String::new(), |(key, _)| format!("{}: ", key.trim()));
         // What the parser makes of `courier = noop`.
         let hint = if error.message().starts_with("invalid float") { "; text needs quotes" } else { "" };
-        self.wrong(at, format!("{key}{}{hint}", error.message().replace('\n', "; ")))
+        self.wrong(at, format!("{key}{}{hint}", without_value(error.message()).replace('\n', "; ")))
+    }
+}
+
+/// What the parser says of a text where something else belongs, without the text: it may be a secret.
+fn without_value(message: &str) -> String {
+    match (message.find("string \""), message.rfind("\", expected")) {
+        (Some(from), Some(to)) if from < to => format!("{}string{}", &message[..from], &message[to + 1..]),
+        _ => message.to_owned(),
     }
 }
 

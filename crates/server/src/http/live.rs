@@ -58,10 +58,16 @@ pub async fn stream(
     let newest = app.live.subscribe();
     let begun = Some(Tick::now());
     let events = futures_util::stream::unfold(
-        (watching, newest, caller, begun),
-        async |(watching, mut newest, caller, begun)| {
+        (watching, newest, caller, begun, app),
+        async |(watching, mut newest, caller, begun, app)| {
             let begun = begun?;
             newest.changed().await.ok()?;
+            // Whoever is no longer let in hears no more.
+            if let Some(token) = caller.token()
+                && matches!(app.tokens.still_good(token.id).await, Ok(None))
+            {
+                return None;
+            }
             let sample = newest.borrow_and_update().clone();
             if sample.at_ms < 0 {
                 return None;
@@ -69,7 +75,7 @@ pub async fn stream(
             let is_last = Tick::now().since(begun) >= STREAM;
             let retry = if is_last { GO_ON } else { TRY_AGAIN };
             let event = Event::default().event("sample").retry(retry).json_data(sample.seen_by(&caller));
-            Some((Ok(event.unwrap_or_default()), (watching, newest, caller, (!is_last).then_some(begun))))
+            Some((Ok(event.unwrap_or_default()), (watching, newest, caller, (!is_last).then_some(begun), app)))
         },
     );
     Sse::new(events).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))

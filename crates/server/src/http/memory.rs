@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use utoipa::{IntoParams, ToSchema};
 
 use super::error::{ErrorBody, ErrorDetail, Refusal};
-use super::request::{cursor, listing, page_of, seen};
+use super::request::{cursor, listing, page_of, seen_of_any_size};
 use super::{App, CORRELATION_ID, Caller, MOST_BODY};
 use crate::mcp;
 use crate::mcp_wire;
@@ -299,6 +299,9 @@ pub async fn reconcile(
     call(&app, &caller, &headers, "reconcile", Ok(Json(arguments))).await
 }
 
+/// Audits read at a time: each may have as much evidence as a memory.
+const AUDITS: u32 = 50;
+
 /// The audit of writes, newest first
 ///
 /// A page looks at a bounded number of rows; one that is not full and has a `next_cursor` has not seen all. A token for some
@@ -325,7 +328,8 @@ pub async fn audit(
         AuditFilter { correlation_id: wanted.correlation_id, outbox_id: wanted.outbox_id, status: None, before, limit };
     let memories = memories(&app)?;
     let list = |before, limit| memories.audit(AuditFilter { before, limit, ..filter.clone() });
-    let page = seen((before, limit), list, |row: &AuditRow| caller.sees_audit(row)).await?;
+    let bytes = |row: &AuditRow| row.evidence_refs_json.to_string().len();
+    let page = seen_of_any_size((before, limit), AUDITS, list, |row: &AuditRow| caller.sees_audit(row), bytes).await?;
     let items = page.items.into_iter().map(AuditView::from).collect();
     Ok(Json(AuditRows { items, next_cursor: cursor(page.next) }))
 }

@@ -49,20 +49,39 @@ const MOST_PAGES: usize = 20;
 /// A page of what somebody sees of a list. What they do not see is passed over; where there is much of it, the page ends
 /// early and says where to go on.
 pub async fn seen<T, Asked>(
-    (mut before, limit): (Option<i64>, u32),
+    place: (Option<i64>, u32),
     list: impl Fn(Option<i64>, u32) -> Asked,
     sees: impl Fn(&T) -> bool,
 ) -> Result<Page<T>, Refusal>
 where
     Asked: Future<Output = postrider::Result<Page<T>>>,
 {
+    seen_of_any_size(place, u32::MAX, list, sees, |_| 0).await
+}
+
+/// Bytes of one page whose rows may be large.
+const MOST_BYTES: usize = 4 << 20;
+
+/// The same of a list whose rows may be large: they are read a few at a time, and the page ends when it is.
+pub async fn seen_of_any_size<T, Asked>(
+    (mut before, limit): (Option<i64>, u32),
+    at_a_time: u32,
+    list: impl Fn(Option<i64>, u32) -> Asked,
+    sees: impl Fn(&T) -> bool,
+    bytes: impl Fn(&T) -> usize,
+) -> Result<Page<T>, Refusal>
+where
+    Asked: Future<Output = postrider::Result<Page<T>>>,
+{
     let mut items = Vec::new();
+    let mut size = 0;
     for _ in 0..MOST_PAGES {
         let left = limit - items.len() as u32;
-        let page = list(before, left).await?;
-        items.extend(page.items.into_iter().filter(&sees));
+        let page = list(before, left.min(at_a_time)).await?;
+        let found = page.items.into_iter().filter(&sees);
+        items.extend(found.inspect(|item| size += bytes(item)));
         before = page.next;
-        if before.is_none() || items.len() as u32 >= limit {
+        if before.is_none() || items.len() as u32 >= limit || size >= MOST_BYTES {
             break;
         }
     }
@@ -94,4 +113,25 @@ pub fn first<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, 
 /// A key in the quoted form of the IETF draft is the same key.
 pub fn unquoted(key: &str) -> &str {
     key.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_page_of_large_rows_ends_early_and_goes_on_from_there() {
+        let list = async |before: Option<i64>, limit: u32| {
+            let from = before.unwrap_or(100);
+            let items: Vec<i64> = (0..i64::from(limit)).map(|n| from - 1 - n).filter(|id| *id > 0).collect();
+            let next = items.last().copied().filter(|id| *id > 1);
+            Ok(Page { items, next })
+        };
+        let page = |before| seen_of_any_size((before, 1000), 2, list, |id: &i64| id % 2 == 0, |_| MOST_BYTES / 3 + 1);
+        let first = page(None).await.unwrap();
+        assert_eq!((first.items, first.next), (vec![98, 96, 94], Some(94)));
+        assert_eq!(page(Some(94)).await.unwrap().items, [92, 90, 88]);
+        let small = seen((None, 5), list, |_: &i64| true).await.unwrap();
+        assert_eq!((small.items, small.next), (vec![99, 98, 97, 96, 95], Some(95)));
+    }
 }

@@ -374,6 +374,10 @@ otlp_endpoint = \"{}\"
         &["--database", "postgres://u:canary/pass?word@127.0.0.1:1/x", "outbox", "list"],
         &["--database", "mysql://u:canary-password@127.0.0.1:1/x", "outbox", "list"],
         &["--database", "nonsense://u:canary-password@h/x", "outbox", "list"],
+        &["--database", "postgres://u@h/x?passwd=canary-password", "outbox", "list"],
+        &["--database", "canary-password-alone", "outbox", "list"],
+        &["scm", "sync", "gitlab", "https://u:canary-password@gitlab.example/g/p"],
+        &["scm", "sync", "git", "https://canary-token@git.example/g/p"],
     ] {
         let shown = run(args);
         assert!(!shown.contains("canary-hook"), "{args:?}: {shown}");
@@ -392,6 +396,7 @@ otlp_endpoint = \"{}\"
         "[memory]\nurl = \"http://u:canary-password@127.0.0.1:1\"",
         "[memory]\nurl = \"http://127.0.0.1:1\"\napi_key = \"canary-plain\"",
         "[secrets]\nkey = \"canary-plain\"",
+        "[lane.x]\ncourier = \"http\"\nurl = \"https://h.example/\"\nheaders = \"Authorization: canary-plain\"",
         "[tls]\ncert = \"cert.pem\"\nkey = \"-----BEGIN PRIVATE KEY----- canary-key\"",
         "[telemetry]\notlp_endpoint = \"http://u:canary-password@127.0.0.1:1\"",
     ] {

@@ -132,6 +132,33 @@ fn all_sessions_are_listed() {
     });
 }
 
+#[test]
+fn a_stream_ends_with_its_token() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", "[auth]\nmode = \"always\"\n");
+    home.run(&["migrate"]).done();
+    let (id, token) = token(&home, &["--scope", "read"]);
+    let server = Server::start(&home, &["--no-workers"]);
+    let mut stream = server.connect();
+    let request = format!("GET /v1/live HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {token}\r\n\r\n", server.address);
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut heard = vec![0; 4096];
+    assert!(stream.read(&mut heard).unwrap() > 0);
+    home.run(&["token", "revoke", &id.to_string()]).done();
+    // A stream ends by itself after a minute; this one does so when it is asked to, and within that time the client waits.
+    let begun = Instant::now();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let mut rest = Vec::new();
+    while !rest.ends_with(b"0\r\n\r\n") {
+        let n = stream.read(&mut heard).unwrap_or_else(|e| panic!("it goes on after {:?}: {e}", begun.elapsed()));
+        assert!(begun.elapsed().as_secs() < 30, "it goes on");
+        if n == 0 {
+            break;
+        }
+        rest.extend_from_slice(&heard[..n]);
+    }
+}
+
 /// Who is let in by nobody would not notice.
 #[test]
 fn where_every_token_has_run_out_there_is_none() {

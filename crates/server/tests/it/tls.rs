@@ -100,4 +100,11 @@ async fn our_own_server_speaks_tls_and_both_versions_of_http() {
     assert_eq!(ask(&server.address, &authority, &["h2"]).await.0, 200);
     home.write("key.pem", "no key");
     home.run(&["serve", "--listen", "127.0.0.1:0"]).refused(2, &["[tls] key = \"key.pem\"", "PEM"]);
+    // A key whose lines have run together is refused, and not repeated.
+    home.write("key.pem", &key.replace('\n', ""));
+    let refused = home.run(&["serve", "--listen", "127.0.0.1:0"]);
+    assert_eq!(refused.code, 2, "{refused:?}");
+    let middle = key.lines().nth(1).unwrap();
+    let as_numbers: Vec<String> = middle.bytes().take(8).map(|byte| byte.to_string()).collect();
+    assert!(!refused.stderr.contains(&middle[..8]) && !refused.stderr.contains(&as_numbers.join(", ")), "{refused:?}");
 }

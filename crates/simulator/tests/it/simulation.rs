@@ -57,10 +57,11 @@ fn seed_4_a_lock_and_a_renewal_make_nobody_spin() {
 }
 
 /// Each of these broke a promise once: something delivered after its time because its claim was long under way (10178), twins
-/// side by side because a check was answered late (10719), and what was wrong with the simulator itself (10195, 10739, 20023).
+/// side by side because a check was answered late (10719), too many suspects together because their claim was (41866), a worker
+/// that asks to be asked at once, with nothing to do (42006), and what was wrong with the simulator itself (10195, 10739, 20023).
 #[test]
 fn seeds_that_found_something_find_nothing_any_more() {
-    for seed in [10_178, 10_195, 10_719, 10_739, 20_023] {
+    for seed in [10_178, 10_195, 10_719, 10_739, 20_023, 41_866, 42_006] {
         assert_eq!(run(Plan::of(seed)).violations, Vec::<String>::new(), "seed {seed}");
     }
 }

@@ -128,3 +128,66 @@ async fn a_locked_row_of_a_failing_one_slows_nobody_down() {
         working.end().await;
     }
 }
+
+/// What waits in vain is found again for all but whoever somebody has locked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_locked_gate_keeps_the_sweep_from_nobody_else() {
+    for home in [postgres().await, mysql().await] {
+        let receiver = Receiver::with_status(200).await;
+        let mut sagas = Vec::new();
+        for name in ["locked", "parked", "gateless"] {
+            let (subscription, _) = home.subscribe(&receiver.url, &[name]).await;
+            home.webhooks.pause(subscription.id).await.unwrap();
+            let (_, saga) = home.publish(name, "x").await;
+            sagas.push((subscription.id, saga[0]));
+        }
+        let [(locked, stuck), (_, parked), (gateless, free)] = sagas[..] else { panic!("{sagas:?}") };
+        // As a crash of another version may have left it: parked, and nobody looks.
+        let far = if home.outbox.store().dialect().name() == "postgres" {
+            "TIMESTAMPTZ '9999-12-31 00:00:00+00'"
+        } else {
+            "TIMESTAMP '9999-12-31 00:00:00'"
+        };
+        home.rows(&format!("UPDATE webhook_delivery_sagas SET next_attempt_at = {far}")).await;
+        home.rows("UPDATE subscriptions SET status = 'active'").await;
+        home.rows("UPDATE subscription_gates SET parked = 0").await;
+        home.rows(&format!("DELETE FROM subscription_gates WHERE subscription_id = {gateless}")).await;
+        home.rows("UPDATE webhook_state SET value = value + 1").await;
+        let rows = format!("subscription_gates WHERE subscription_id = {locked}");
+        let mut stranger = Session::holding(&home.url, &rows).await;
+        let working = home.work();
+        home.ends(parked, "Completed").await;
+        home.ends(free, "Completed").await;
+        assert_ne!(home.status(stuck).await, "Completed");
+        stranger.run("ROLLBACK").await.unwrap();
+        home.ends(stuck, "Completed").await;
+        working.end().await;
+    }
+}
+
+/// Who wants to change a subscription that somebody has locked keeps no other change waiting.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_locked_subscription_keeps_no_other_from_being_changed() {
+    for home in [postgres().await, mysql().await] {
+        let receiver = Receiver::with_status(200).await;
+        let (locked, _) = home.subscribe(&receiver.url, &["a"]).await;
+        let (other, _) = home.subscribe(&receiver.url, &["b"]).await;
+        let mut stranger = Session::holding(&home.url, &format!("subscriptions WHERE id = {}", locked.id)).await;
+        let patient: Vec<_> = (0..3)
+            .map(|_| {
+                let webhooks = home.webhooks.clone();
+                tokio::spawn(async move { webhooks.pause(locked.id).await })
+            })
+            .collect();
+        for n in 0..10 {
+            let changed =
+                if n % 2 == 0 { home.webhooks.pause(other.id).await } else { home.webhooks.resume(other.id).await };
+            assert!(changed.unwrap().is_some(), "change {n} of another");
+        }
+        assert!(patient.iter().any(|one| !one.is_finished()), "they wait for the lock meanwhile");
+        stranger.run("ROLLBACK").await.unwrap();
+        for one in patient {
+            assert!(one.await.unwrap().unwrap().is_some());
+        }
+    }
+}

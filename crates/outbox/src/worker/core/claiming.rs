@@ -186,7 +186,12 @@ impl Core {
         let max_crashes = lane.settings.budgets.max_crashes;
         let group = |m: &Message| decide::suspect_group(m.crashes, max_crashes).filter(|_| m.crashes < max_crashes);
         let serving = matches!(self.apart, Apart::Serving { lane, .. } if lane == index);
-        let together = claimed.messages.iter().filter_map(group).min().filter(|_| serving).unwrap_or(usize::MAX);
+        let together = match claimed.messages.iter().filter_map(group).min() {
+            None => usize::MAX,
+            Some(group) if serving => group,
+            // The answer was long under way, and the lane goes on: they are asked for again, apart.
+            Some(_) => 0,
+        };
         for (n, message) in claimed.messages.into_iter().enumerate() {
             let lease = message.lease();
             self.take(index, message, issued, claimed.now, now);

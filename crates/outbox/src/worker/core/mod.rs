@@ -661,6 +661,10 @@ impl Core {
                 }
             }
         }
+        // In a drain suspects are left to others; a walk that was under way may still have found some.
+        if self.phase != Phase::Running {
+            return next.max(now);
+        }
         match self.apart {
             Apart::No => {}
             // A claim's answer comes by itself.

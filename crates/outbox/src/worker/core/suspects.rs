@@ -57,8 +57,9 @@ impl Core {
     fn claim_suspects(&mut self, lane: usize, since: Tick, now: Tick) {
         let of_lane = self.suspects.values().filter(|s| s.lane == lane);
         let Some((shard, suspicion)) = of_lane.min_by_key(|s| s.since).map(|s| (s.shard, s.suspicion)) else {
+            // Its lane was paused meanwhile: those of another may be served at once.
             self.apart = Apart::No;
-            return;
+            return self.advance_suspects(now);
         };
         let group = decide::suspect_group(suspicion, self.lanes[lane].settings.budgets.max_crashes).unwrap_or(1);
         let alike = |s: &Suspect| (s.lane, s.shard, s.suspicion) == (lane, shard, suspicion);
