@@ -285,9 +285,7 @@ impl OrderCourier {
         match after_refusal(refusal, Sent { unresolved, resolved, idempotency }) {
             Next::Park => self.park(message, &why).await,
             Next::Settle(outcome) => {
-                if !matches!(outcome, Outcome::Defer { .. }) {
-                    self.keep(message, began_at, took, None, None);
-                }
+                self.keep(message, began_at, took, None, None);
                 if outlives_its_budget(&outcome, message.attempts, self.0.0.settings.max_attempts) {
                     self.tell_in_doubt(message).await;
                 }

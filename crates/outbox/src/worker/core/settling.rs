@@ -285,6 +285,74 @@ mod tests {
     use super::super::kit::{at, claimed, core};
     use super::*;
 
+    /// A core that has claimed message 1 at 0 and begun its delivery.
+    fn delivering() -> Core {
+        let mut core = core(LaneSettings::new("one"));
+        let commands = core.step(at(0));
+        let claim = commands.iter().find_map(|command| claimed(command, &[1], |_| {})).expect("a claim");
+        core.handle(at(1), claim);
+        assert!(core.step(at(1)).iter().any(|command| matches!(command, Command::Deliver { .. })));
+        core
+    }
+
+    fn unknown() -> Error {
+        Error { kind: Kind::Unreachable, effect: Effect::Unknown, message: String::new() }
+    }
+
+    #[test]
+    fn a_renewal_counts_from_when_it_was_asked() {
+        let mut core = delivering();
+        let renewal = |commands: &[Command]| {
+            let op = |command: &Command| match command {
+                Command::Renew { op, .. } => Some(*op),
+                _ => None,
+            };
+            commands.iter().find_map(op)
+        };
+        let op = renewal(&core.step(at(25_000))).expect("a renewal");
+        core.handle(at(40_000), Event::Renewed { op, result: Ok(vec![LeaseState::Held]) });
+        assert!(renewal(&core.step(at(44_000))).is_none());
+        assert!(renewal(&core.step(at(46_000))).is_some(), "a third of the lease after it was asked");
+    }
+
+    #[test]
+    fn an_outcome_without_an_answer_is_asked_for_again_as_such() {
+        let mut core = delivering();
+        core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+        let settle = |commands: &[Command]| {
+            let entry = |command: &Command| match command {
+                Command::Settle { op, entries, .. } => Some((*op, entries[0].again)),
+                _ => None,
+            };
+            commands.iter().find_map(entry)
+        };
+        let (op, again) = settle(&core.step(at(2))).expect("a settle");
+        assert!(!again);
+        core.handle(at(3), Event::Settled { op, result: Err(unknown()) });
+        let (_, again) = settle(&core.step(at(5_000))).expect("it is asked for again");
+        assert!(again, "it may be recorded already");
+    }
+
+    #[test]
+    fn a_claim_without_an_answer_is_looked_for() {
+        let mut core = core(LaneSettings::new("one"));
+        let from = |commands: &[Command]| {
+            let adopts = |command: &Command| match command {
+                Command::Claim { op, claim } => Some((*op, matches!(claim.from, crate::store::From::Adopt { .. }))),
+                _ => None,
+            };
+            commands.iter().find_map(adopts)
+        };
+        let (op, adopts) = from(&core.step(at(0))).expect("a claim");
+        assert!(!adopts);
+        core.handle(at(1), Event::Claimed { op, result: Err(unknown()) });
+        let (op, adopts) = from(&core.step(at(5_000))).expect("another claim");
+        assert!(adopts, "what it may have brought is ours");
+        let nothing = Claimed { messages: vec![], now: crate::time::Timestamp::from_micros(0), exhausted: true };
+        core.handle(at(5_001), Event::Claimed { op, result: Ok(nothing) });
+        assert_eq!(from(&core.step(at(10_000))).map(|(_, adopts)| adopts), Some(false), "once is enough");
+    }
+
     /// Found by the simulator: with an outcome that met somebody's lock, a worker whose renewal had no answer yet asked for its
     /// next step at once, over and over.
     #[test]
