@@ -80,6 +80,10 @@ sweep: ## Do every wrong to every message between us and a database, and see whe
 	POSTRIDER_SWEEP=all POSTRIDER_SWEEP_ONLY='$(ONLY)' $(WITH_DATABASES) \
 		cargo test --locked -p proving -p postrider-webhooks -p postrider-orders --test it -- --ignored sweep:: --nocapture
 
+.PHONY: sweep-some
+sweep-some: ## One fault of 23 of the sweep, on a machine with nothing else to do
+	$(WITH_DATABASES) cargo test --locked --workspace --all-features --test it -- --ignored sweep:: --test-threads=1
+
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder
 	$(WITH_DATABASES) --postgres-only scripts/check-packaging.sh

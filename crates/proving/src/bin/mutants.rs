@@ -34,8 +34,8 @@ const PLACE: &str = "target/mutants";
 const BUILT: &str = "target/debug";
 /// Tests that take this long hang.
 const DEADLINE: Duration = Duration::from_secs(300);
-/// Building its tests takes longer than those of all others together.
-const BUILT_LATE: &str = "postrider-server";
+/// Building the tests of the first takes longer than those of all others together, and running those of the second.
+const LATE: [&str; 2] = ["postrider-server", "simulator"];
 
 /// A seeded bug.
 #[derive(Deserialize)]
@@ -215,7 +215,8 @@ fn planted(mutant: &Mutant) -> Result<String> {
 
 /// So many of them, chosen by the seed alone; of one package, whose tests are built once.
 fn pick_some<'a>(all: &'a [(String, Mutant)], count: usize, seed: &str) -> Vec<&'a (String, Mutant)> {
-    let mut order: Vec<&(String, Mutant)> = all.iter().filter(|(_, mutant)| mutant.package != BUILT_LATE).collect();
+    let mut order: Vec<&(String, Mutant)> =
+        all.iter().filter(|(_, mutant)| !LATE.contains(&mutant.package.as_str()) && !mutant.ignored).collect();
     order.sort_by_key(|(name, _)| fingerprint(format!("{seed} {name}").as_bytes()));
     let package = order.first().map(|(_, mutant)| mutant.package.as_str());
     order.sort_by_key(|(_, mutant)| Some(mutant.package.as_str()) != package);

@@ -335,3 +335,66 @@ impl Core {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::kit::{at, claimed, delivering};
+    use super::*;
+
+    /// A lease that came beside what is in flight, and that somebody has locked when it is given back: the drain waits for it.
+    #[test]
+    fn a_drain_ends_when_all_is_given_back() {
+        let mut core = delivering();
+        let anew = |message: &mut Message| message.lease_token = 3;
+        let commands = core.step(at(1000));
+        let claim = commands.iter().find_map(|command| claimed(command, &[1], anew)).expect("another claim");
+        core.handle(at(1001), Event::Shutdown);
+        core.handle(at(1001), claim);
+        core.handle(at(1002), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+        let mut left = core.step(at(1002));
+        left.extend(core.step(at(1003)));
+        for command in left {
+            match command {
+                Command::Defer { op, .. } => {
+                    core.handle(at(1004), Event::Deferred { op, result: Ok(vec![LeaseState::Locked]) });
+                }
+                Command::Settle { op, .. } => {
+                    core.handle(at(1005), Event::Settled { op, result: Ok(vec![Settled::LeaseLost]) });
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(core.held(), 0);
+        core.pending.clear(); // walks and claims, which bring nothing
+        assert!(!core.finished(at(1006)), "it would stay leased");
+        let op = core.step(at(1500)).iter().find_map(|command| match command {
+            Command::Defer { op, .. } => Some(*op),
+            _ => None,
+        });
+        core.handle(at(1501), Event::Deferred { op: op.expect("once more"), result: Ok(vec![LeaseState::Held]) });
+        assert!(core.finished(at(1502)));
+    }
+
+    /// Our own row in flight: adopted it goes on under its new token; if somebody had it in between, or recorded something,
+    /// what is in flight has lost its lease, and the new one is for another attempt.
+    #[test]
+    fn what_somebody_had_in_between_does_not_go_on() {
+        for (token, attempts, goes_on) in [(2, 0, true), (3, 0, false), (2, 1, false)] {
+            let mut core = delivering();
+            let anew = |message: &mut Message| (message.lease_token, message.attempts) = (token, attempts);
+            let commands = core.step(at(1000));
+            let claim = commands.iter().find_map(|command| claimed(command, &[1], anew)).expect("another claim");
+            core.handle(at(1001), claim);
+            core.handle(at(1002), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+            let commands = core.step(at(1002));
+            let settled = commands.iter().find_map(|command| match command {
+                Command::Settle { entries, .. } => Some(entries[0].lease.token),
+                _ => None,
+            });
+            let back = commands
+                .iter()
+                .any(|command| matches!(command, Command::Defer { leases, .. } if *leases == [Lease { id: 1, token }]));
+            assert_eq!((settled, back), (Some(if goes_on { token } else { 1 }), !goes_on), "{token} {attempts}");
+        }
+    }
+}

@@ -48,3 +48,13 @@ pub fn claimed(command: &Command, ids: &[i64], change: impl Fn(&mut Message)) ->
     let claimed = Claimed { messages, now: Timestamp::from_micros(0), exhausted: true };
     Some(Event::Claimed { op: *op, result: Ok(claimed) })
 }
+
+/// A core that has claimed message 1 at 0 and begun its delivery.
+pub fn delivering() -> Core {
+    let mut core = core(LaneSettings::new("one"));
+    let commands = core.step(at(0));
+    let claim = commands.iter().find_map(|command| claimed(command, &[1], |_| {})).expect("a claim");
+    core.handle(at(1), claim);
+    assert!(core.step(at(1)).iter().any(|command| matches!(command, Command::Deliver { .. })));
+    core
+}

@@ -282,18 +282,8 @@ impl Lane {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kit::{at, claimed, core};
+    use super::super::kit::{at, claimed, core, delivering};
     use super::*;
-
-    /// A core that has claimed message 1 at 0 and begun its delivery.
-    fn delivering() -> Core {
-        let mut core = core(LaneSettings::new("one"));
-        let commands = core.step(at(0));
-        let claim = commands.iter().find_map(|command| claimed(command, &[1], |_| {})).expect("a claim");
-        core.handle(at(1), claim);
-        assert!(core.step(at(1)).iter().any(|command| matches!(command, Command::Deliver { .. })));
-        core
-    }
 
     fn unknown() -> Error {
         Error { kind: Kind::Unreachable, effect: Effect::Unknown, message: String::new() }
