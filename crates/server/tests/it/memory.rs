@@ -538,7 +538,9 @@ fn twins_meet_whatever_became_of_the_first() {
 /// Who waits for another's write of the same text looks, and writes nothing meanwhile.
 #[test]
 fn waiting_for_a_twin_writes_nothing() {
-    let home = Home::on(Database::postgres());
+    // A server of its own: it counts the transactions of all its databases.
+    let alone = proving::servers::Postgres::start().unwrap();
+    let home = Home::on(Database::postgres_at(&alone.url()));
     let memory = OpenMemory::start(&home, &[]);
     configured(&home, &memory, "");
     let server = Server::start(&home, &["--no-workers"]);

@@ -25,7 +25,11 @@ impl Database {
     }
 
     pub fn postgres() -> Self {
-        let (server, name) = (server("POSTRIDER_TEST_POSTGRES"), fresh_name());
+        Database::postgres_at(&server("POSTRIDER_TEST_POSTGRES"))
+    }
+
+    pub fn postgres_at(server: &str) -> Self {
+        let (server, name) = (server.to_owned(), fresh_name());
         on_postgres(&server, &format!("CREATE DATABASE {name}"));
         Database::Postgres { url: with_path(&server, &name), server, name }
     }
