@@ -100,6 +100,7 @@ impl Memories {
     }
 
     async fn tidy(&self) {
+        self.tell_of_change().await;
         if let Err(error) = self.reconcile(Scope::Recent, true).await {
             tracing::warn!(%error, "audits could not be completed; it will be tried again");
         }
@@ -290,7 +291,8 @@ impl Memories {
             details: serde_json::json!({ "capability": "openmemory" }),
         };
         if let Err(error) = alerts.tell(alert, unusable.is_some()).await {
-            tracing::warn!(%error, "an alert could not be written");
+            tracing::warn!(%error, "an alert could not be written; it will be tried again");
+            self.health().told = unusable.is_none();
         }
     }
 }

@@ -252,32 +252,42 @@ impl Alerts {
                 return Ok(Place::Waits);
             }
         }
-        tx.execute(RAISED, &[standing.now.into(), kind.into(), subject.into()]).await?;
+        // What was counted before stays so: the note was written without it, and the next alert tells it.
+        let sql = "UPDATE outbox_alerts SET raised_at = ?, resolved_at = NULL, waiting_json = NULL WHERE kind = ? AND subject = ?";
+        tx.execute(sql, &[standing.now.into(), kind.into(), subject.into()]).await?;
         tx.execute(LAST_WORD, &[told.id.into(), kind.into(), subject.into()]).await?;
         Ok(Place::Last)
     }
 
-    /// Looks at every lane nobody owns: have messages died since the last look?
+    /// Looks at every lane nobody owns: have messages died since the last look? What keeps one lane's from being told is not
+    /// the others'.
     pub async fn look_for_the_dead(&self) -> Result<()> {
         let lanes = self.outbox.lanes().iter();
         let lanes = lanes.filter(|(lane, rules)| rules.owned_by.is_none() && *lane != &*self.lane);
+        let mut all = Ok(());
         for lane in lanes.map(|(lane, _)| Arc::<str>::from(lane)).collect::<Vec<_>>() {
-            let (alerts, of_lane) = (self.clone(), lane.clone());
-            let look = transact(&**self.outbox.store(), Mode::Look, move |tx| {
-                let (alerts, lane) = (alerts.clone(), of_lane.clone());
-                Box::pin(async move { alerts.has_news(tx, &lane).await })
-            });
-            if !look.await? {
-                continue;
-            }
-            let alerts = self.clone();
-            let raised = transact(&**self.outbox.store(), Mode::Write, move |tx| {
-                let (alerts, lane) = (alerts.clone(), lane.clone());
-                Box::pin(async move { alerts.count_the_dead(tx, &lane).await })
-            });
-            if raised.await? {
-                self.outbox.ring();
-            }
+            let looked = self.look_for_the_dead_of(lane).await;
+            all = all.and(looked);
+        }
+        all
+    }
+
+    async fn look_for_the_dead_of(&self, lane: Arc<str>) -> Result<()> {
+        let (alerts, of_lane) = (self.clone(), lane.clone());
+        let look = transact(&**self.outbox.store(), Mode::Look, move |tx| {
+            let (alerts, lane) = (alerts.clone(), of_lane.clone());
+            Box::pin(async move { alerts.has_news(tx, &lane).await })
+        });
+        if !look.await? {
+            return Ok(());
+        }
+        let alerts = self.clone();
+        let raised = transact(&**self.outbox.store(), Mode::Write, move |tx| {
+            let (alerts, lane) = (alerts.clone(), lane.clone());
+            Box::pin(async move { alerts.count_the_dead(tx, &lane).await })
+        });
+        if raised.await? {
+            self.outbox.ring();
         }
         Ok(())
     }
@@ -450,7 +460,9 @@ impl Alerts {
         else {
             return Ok(0);
         };
-        let rows = tx.query("SELECT payload FROM outbox WHERE id = ?", &[last.into()]).await?;
+        // One that is just being sent is told.
+        let sql = "SELECT payload FROM outbox WHERE id = ? AND locked_by IS NULL";
+        let rows = tx.query(sql, &[last.into()]).await?;
         let body = rows.first().and_then(|row| serde_json::from_slice::<Json>(&row.bytes(0).ok()?).ok());
         Ok(body.map_or(0, |body| ["count", "suppressed"].iter().filter_map(|name| body[name].as_i64()).sum()))
     }

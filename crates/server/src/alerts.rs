@@ -104,12 +104,10 @@ pub fn watch(config: &Config, outbox: &Outbox) -> Option<tokio::task::JoinHandle
                 }
             }
             let limit = |lane: &str| limits.get(lane).copied().unwrap_or(Duration::ZERO);
-            let looked = async {
-                alerts.look_for_the_dead().await?;
-                alerts.look_at_ages(limit).await?;
-                alerts.tell_what_waits().await
-            };
-            let looked = looked.await;
+            // Each for itself: somebody may have locked what one of them needs.
+            let (dead, ages, waiting) =
+                tokio::join!(alerts.look_for_the_dead(), alerts.look_at_ages(limit), alerts.tell_what_waits());
+            let looked = dead.and(ages).and(waiting);
             if let Err(error) = &looked {
                 tracing::warn!(%error, "cannot look for what should be alerted; it will be tried again");
             }

@@ -69,8 +69,8 @@ pub(crate) async fn parked_in_vain(
     Ok((found, next.flatten()))
 }
 
-/// Their gates are looked at again, and made where there is none; one that somebody else has locked is left to the next look.
-pub(crate) async fn reopen_gates(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<()> {
+/// Their gates are looked at again, and made where there is none; one that somebody else has locked is left to the next look. Answers which.
+pub(crate) async fn reopen_gates(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<Vec<i64>> {
     let mut params = Vec::new();
     let list = in_ids(tx.dialect(), ids, &mut params);
     let gates = format!("SELECT subscription_id FROM subscription_gates WHERE subscription_id {list}");
@@ -90,7 +90,7 @@ pub(crate) async fn reopen_gates(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Resul
     for id in ids.iter().filter(|id| !there.contains(id)) {
         tx.execute(make, &[(*id).into()]).await?;
     }
-    Ok(())
+    Ok(ids.iter().copied().filter(|id| free.contains(id) || !there.contains(id)).collect())
 }
 
 /// Deliveries that wait without a time, which no look by time finds.
@@ -167,12 +167,14 @@ impl Webhooks {
             self.transact(Mode::Read, move |tx| Box::pin(async move { parked_in_vain(tx, after, None).await })).await?;
         cursor.store(next.unwrap_or(0), Ordering::Relaxed);
         if !found.is_empty() {
-            tracing::warn!(subscriptions = ?found, "deliveries were parked where nobody looked; they are looked at again");
-            self.transact(Mode::Work, move |tx| {
+            let reopened = self.transact(Mode::Work, move |tx| {
                 let found = found.clone();
                 Box::pin(async move { reopen_gates(tx, &found).await })
-            })
-            .await?;
+            });
+            let reopened = reopened.await?;
+            if !reopened.is_empty() {
+                tracing::warn!(subscriptions = ?reopened, "deliveries were parked where nobody looked; they are looked at again");
+            }
         }
         self.transact(Mode::Work, |tx| {
             Box::pin(async move {

@@ -23,6 +23,8 @@ on_every_store!(
     a_deep_lane_is_counted_in_steps_and_its_age_at_once,
     a_trouble_that_somebody_has_locked_holds_up_nobody,
     what_a_pager_missed_is_counted_by_the_next_word,
+    a_locked_trouble_of_one_lane_silences_no_other,
+    a_slow_pager_hears_of_each_death_once,
 );
 
 fn alerts(db: &Database) -> Alerts {
@@ -141,7 +143,7 @@ async fn an_alert_goes_with_its_transaction(db: Database) {
 /// On a server the row of a trouble can be locked: by one of us who raises it too, or by anybody else.
 async fn a_trouble_that_somebody_has_locked_holds_up_nobody(db: Database) {
     let alerts = alerts(&db);
-    let suppressed = async || db.sql("SELECT suppressed FROM outbox_alerts").await[0].int(0).unwrap();
+    let suppressed = async || db.sql("SELECT suppressed FROM outbox_alerts WHERE subject = 's'").await[0].int(0).unwrap();
     assert!(raise(&db, &alerts, trouble("the first"), false).await.unwrap());
     let first = db.claim_one("b", "w").await;
     assert_eq!(alerts.place(&first).await.unwrap(), Place::Last);
@@ -178,7 +180,48 @@ async fn a_trouble_that_somebody_has_locked_holds_up_nobody(db: Database) {
     let later = db.claim("b", "w", 10).await;
     let later = later.iter().find(|message| message.id > other.id).expect("the note");
     assert_eq!(alerts.place(later).await.unwrap(), Place::Last);
-    assert_eq!(suppressed().await, 0);
+    assert_eq!(suppressed().await, 3, "what was counted before is not in the note, and told with the next");
+    db.settle("b", "w", later.lease(), postrider::outcome::Verdict::sent()).await;
+    db.advance(secs(301));
+    raise(&db, &alerts, many(1), false).await.unwrap();
+    assert_eq!(told(&db).await.pop().unwrap()["suppressed"], 3);
+}
+
+/// Somebody has locked what is told of one lane: the others are told.
+async fn a_locked_trouble_of_one_lane_silences_no_other(db: Database) {
+    let alerts = alerts(&db);
+    alerts.look_for_the_dead().await.unwrap();
+    if db.dialect == Dialect::Sqlite {
+        return; // it has no locks on rows
+    }
+    let mut stranger = db.raw().await;
+    stranger.run("BEGIN").await.unwrap();
+    stranger
+        .run("SELECT * FROM outbox_alerts WHERE kind = 'dead_messages' AND subject = 'a' FOR UPDATE")
+        .await
+        .unwrap();
+    db.put_dead(NewMessage::new("a", "x")).await;
+    db.put_dead(NewMessage::new("audited", "x")).await;
+    db.advance(secs(3));
+    assert!(alerts.look_for_the_dead().await.is_err(), "it is said that one could not be looked at");
+    let subjects: Vec<Json> = told(&db).await.iter().map(|alert| alert["subject"].clone()).collect();
+    assert_eq!(subjects, ["audited"]);
+    stranger.run("ROLLBACK").await.unwrap();
+    assert_eq!(look(&db, &alerts).await, 2);
+}
+
+/// An alert that is just being sent counts as told.
+async fn a_slow_pager_hears_of_each_death_once(db: Database) {
+    let alerts = alerts(&db);
+    alerts.look_for_the_dead().await.unwrap();
+    db.put_dead(NewMessage::new("a", "x")).await;
+    assert_eq!(look(&db, &alerts).await, 1);
+    let _on_its_way = db.claim_with("b", "w", 1, secs(3600), postrider::store::From::Mark(None)).await;
+    db.advance(secs(300));
+    db.put_dead(NewMessage::new("a", "x")).await;
+    assert_eq!(look(&db, &alerts).await, 2);
+    let last = told(&db).await.pop().unwrap();
+    assert_eq!((&last["count"], &last["suppressed"]), (&json!(1), &json!(0)), "{last}");
 }
 
 /// An alert that was never sent is overtaken by the next one, which speaks for both.

@@ -300,7 +300,7 @@ pub async fn reconcile(
 }
 
 /// Audits read at a time: each may have as much evidence as a memory.
-const AUDITS: u32 = 50;
+const AUDITS: u32 = 20;
 
 /// The audit of writes, newest first
 ///

@@ -75,7 +75,7 @@ where
 {
     let mut items = Vec::new();
     let mut size = 0;
-    for _ in 0..MOST_PAGES {
+    for _ in 0..MOST_PAGES.max(limit.div_ceil(at_a_time) as usize) {
         let left = limit - items.len() as u32;
         let page = list(before, left.min(at_a_time)).await?;
         let found = page.items.into_iter().filter(&sees);
