@@ -143,7 +143,8 @@ async fn an_alert_goes_with_its_transaction(db: Database) {
 /// On a server the row of a trouble can be locked: by one of us who raises it too, or by anybody else.
 async fn a_trouble_that_somebody_has_locked_holds_up_nobody(db: Database) {
     let alerts = alerts(&db);
-    let suppressed = async || db.sql("SELECT suppressed FROM outbox_alerts WHERE subject = 's'").await[0].int(0).unwrap();
+    let suppressed =
+        async || db.sql("SELECT suppressed FROM outbox_alerts WHERE subject = 's'").await[0].int(0).unwrap();
     assert!(raise(&db, &alerts, trouble("the first"), false).await.unwrap());
     let first = db.claim_one("b", "w").await;
     assert_eq!(alerts.place(&first).await.unwrap(), Place::Last);

@@ -43,7 +43,9 @@ const CHUNK: usize = 10;
 /// Cases at the same time where one database is enough; most of them wait.
 pub const SIDE_BY_SIDE: usize = 32;
 /// A run without a fault is tried so often, on a machine that has other things to do.
-const TRIES: usize = 4;
+const TRIES: usize = 10;
+/// And not at once again.
+const PAUSE: Duration = Duration::from_millis(500);
 /// The short form takes one fault of so many.
 const SHORT: usize = 23;
 
@@ -282,7 +284,9 @@ impl<'a, S: Subject> Stage<'a, S> {
         let name = self.subject.name();
         for _ in 1..TRIES {
             match self.try_without_fault().await {
-                Err(error) if matches!(error.kind, Kind::Timeout | Kind::Overloaded | Kind::Unreachable) => {}
+                Err(error) if matches!(error.kind, Kind::Timeout | Kind::Overloaded | Kind::Unreachable) => {
+                    tokio::time::sleep(PAUSE).await;
+                }
                 done => return done.unwrap_or_else(|error| panic!("{name}, without a fault: {error}")),
             }
         }
