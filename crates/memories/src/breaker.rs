@@ -112,7 +112,12 @@ impl Breaker {
         self.lock().probe_after(probe)
     }
 
-    /// Resolves when it opened or closed.
+    /// Something else has changed that whoever tends the service wants to know.
+    pub(crate) fn stir(&self) {
+        self.0.changed.notify_one();
+    }
+
+    /// Resolves when it opened or closed, or was [stirred](Breaker::stir).
     pub async fn changed(&self) {
         self.0.changed.notified().await;
     }

@@ -134,7 +134,13 @@ impl MemoryCourier {
         match called {
             Ok(written) => match self.keep_merged(open, &written).await {
                 Ok(()) => Outcome::Sent { result_ref: Some(written.memory_id) },
-                Err(error) => store_unavailable(message.id, &error),
+                // It is there, and nobody could write that down: whoever comes next looks for it first.
+                Err(error) => {
+                    tracing::warn!(%error, outbox_id = message.id, "a memory was written, and our copy cannot be; it is looked for");
+                    let what = "the memory was written, and our own database did not answer";
+                    let fault = Failure::new(code::STORE_UNAVAILABLE, what, Reach::Unknown);
+                    Outcome::Retry { fault, retry_after: None }
+                }
             },
             Err(fault) => {
                 // What was in doubt before and is over by now is only looked for.

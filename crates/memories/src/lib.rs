@@ -131,12 +131,23 @@ struct Inner {
 impl Memories {
     /// On an outbox whose lane [`LANE`] has [`lane_rules`] of the same settling.
     pub fn new(outbox: Outbox, settings: Settings, settling: &Settling, alerts: Option<Alerts>) -> Result<Self> {
-        settling.open(alerts.clone());
         let upstream = OpenMemory::new(settings.upstream.clone())?;
+        Ok(Self::with(upstream, outbox, settings, settling, alerts))
+    }
+
+    /// With a client of OpenMemory that is there already.
+    pub fn with(
+        upstream: OpenMemory,
+        outbox: Outbox,
+        settings: Settings,
+        settling: &Settling,
+        alerts: Option<Alerts>,
+    ) -> Self {
+        settling.open(alerts.clone());
         let breaker = Breaker::new(settings.breaker_failures);
         let outbox = outbox.owning(OWNER);
         let (health, recognising, listed) = Default::default();
-        Ok(Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed })))
+        Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed }))
     }
 
     /// Reads the key of OpenMemory again, from where it is kept.

@@ -118,8 +118,7 @@ impl Memories {
             tracing::error!("{STRANGER}");
         }
         if stranger != before.is_some_and(|seen| seen.stranger) {
-            let memories = self.clone();
-            tokio::spawn(async move { memories.tell_of_change().await });
+            self.0.breaker.stir();
         }
         Ok(stranger)
     }

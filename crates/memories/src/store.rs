@@ -132,7 +132,7 @@ impl Memories {
     async fn wait_for_the_other(&self, note: &Arc<Note>, patience: Duration) {
         let (began, mut pause) = (Tick::now(), LOOK);
         while Tick::now().since(began) < patience {
-            tokio::time::sleep(pause).await;
+            clock::sleep(pause).await;
             pause = (pause * 2).min(RARELY);
             let work = note.clone();
             let looked = self.transact(Mode::Look, move |tx| {

@@ -20,6 +20,8 @@ use crate::{LANE, Memories};
 const EVERY: Duration = Duration::from_secs(30);
 /// Messages pruned in one transaction.
 const PRUNE: u32 = 1000;
+/// When those are woken who waited for the service: at once, and a little later who was just then being given back.
+const WAKES: [Duration; 3] = [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(5)];
 /// How often a queued memory is tried while the service cannot be used as it is configured.
 const SCOUT_EVERY: Duration = Duration::from_secs(30);
 
@@ -52,6 +54,10 @@ pub(crate) struct Health {
     trouble: Option<(String, Tick)>,
     /// It was told that the service cannot be used.
     told: bool,
+    /// When those who wait for the service are to be woken.
+    wakes: Vec<Tick>,
+    /// When it is next asked whether it is back, while the breaker is open.
+    probe_at: Option<Tick>,
     /// How much it takes.
     pace: Pace,
     /// Whether it is the one we know.
@@ -67,27 +73,65 @@ impl Memories {
     pub async fn tend(&self, stopped: impl Future<Output = ()>) {
         tokio::select! {
             () = stopped => {}
-            () = self.probe_for_ever() => {}
+            () = self.attend_for_ever() => {}
             () = self.tidy_for_ever() => {}
         }
     }
 
-    async fn probe_for_ever(&self) {
+    async fn attend_for_ever(&self) {
         loop {
-            self.tell_of_change().await;
-            if !self.0.breaker.is_open() {
-                self.0.breaker.changed().await;
-                continue;
-            }
-            let pause = self.0.breaker.probe_after(self.0.settings.probe);
-            tokio::time::sleep(pause.mul_f64(0.9 + clock::chance() / 5.0)).await;
-            // Something that needs the key is as good as a write to find out, and does no harm.
-            let answered = self.0.upstream.ping().await;
-            self.note_answer(answered.as_ref().err());
-            if answered.as_ref().err().is_none_or(|fault| !fault.counts()) {
-                self.0.breaker.probed();
+            match self.attend().await {
+                Some(pause) => drop(tokio::time::timeout(pause, self.0.breaker.changed()).await),
+                None => self.0.breaker.changed().await,
             }
         }
+    }
+
+    /// Tells what has changed, wakes whose turn it is, and asks a service that is away whether it is back, where that is due.
+    /// Answers when to come again at the latest; sooner, if something changes.
+    pub async fn attend(&self) -> Option<Duration> {
+        self.tell_of_change().await;
+        self.wake_in_turn().await;
+        self.probe_in_turn().await;
+        let health = self.health();
+        let next = health.wakes.iter().copied().chain(health.probe_at).min()?;
+        Some(next.since(Tick::now()))
+    }
+
+    async fn wake_in_turn(&self) {
+        let due = {
+            let (now, mut health) = (Tick::now(), self.health());
+            let before = health.wakes.len();
+            health.wakes.retain(|at| *at > now);
+            health.wakes.len() < before
+        };
+        if due && let Err(error) = self.wake().await {
+            tracing::warn!(%error, "memories that waited could not be woken; they come by themselves");
+        }
+    }
+
+    async fn probe_in_turn(&self) {
+        let due = {
+            let (now, mut health) = (Tick::now(), self.health());
+            let pause = self.0.breaker.probe_after(self.0.settings.probe).mul_f64(0.9 + clock::chance() / 5.0);
+            match (self.0.breaker.is_open(), health.probe_at) {
+                (false, _) => health.probe_at = None,
+                (true, None) => health.probe_at = Some(now.plus(pause)),
+                (true, Some(_)) => {}
+            }
+            health.probe_at.take_if(|at| *at <= now).is_some()
+        };
+        if !due {
+            return;
+        }
+        // Something that needs the key is as good as a write to find out, and does no harm.
+        let answered = self.0.upstream.ping().await;
+        self.note_answer(answered.as_ref().err());
+        if answered.as_ref().err().is_none_or(|fault| !fault.counts()) {
+            self.0.breaker.probed();
+        }
+        // Whether it is back or not, there is something to do about it.
+        self.0.breaker.stir();
     }
 
     async fn tidy_for_ever(&self) {
@@ -99,8 +143,9 @@ impl Memories {
         }
     }
 
-    async fn tidy(&self) {
-        self.tell_of_change().await;
+    /// One round of what is done every now and then.
+    pub async fn tidy(&self) {
+        self.0.breaker.stir();
         if let Err(error) = self.reconcile(Scope::Recent, true).await {
             tracing::warn!(%error, "audits could not be completed; it will be tried again");
         }
@@ -248,24 +293,13 @@ impl Memories {
             );
         }
         if changed {
-            // Nobody who stores a memory waits for it.
-            let memories = self.clone();
-            tokio::spawn(async move { memories.tell_of_change().await });
+            // Nobody who stores a memory waits until it is told.
+            self.0.breaker.stir();
         }
     }
 
-    /// Wakes what waited for the service; and a little later what was just then being given back.
-    async fn wake_now_and_again(&self) {
-        for pause in [0, 1, 4] {
-            tokio::time::sleep(Duration::from_secs(pause)).await;
-            if let Err(error) = self.wake().await {
-                tracing::warn!(%error, "memories that waited could not be woken; they come by themselves");
-            }
-        }
-    }
-
-    /// Tells whoever should know when the service can no longer be used, and when it can again; wakes what waited for it.
-    pub(crate) async fn tell_of_change(&self) {
+    /// Tells whoever should know when the service can no longer be used, and when it can again; then what waited is woken.
+    async fn tell_of_change(&self) {
         let unusable = self.unusable();
         {
             let mut health = self.health();
@@ -273,10 +307,10 @@ impl Memories {
                 return;
             }
             health.told = unusable.is_some();
-        }
-        if unusable.is_none() {
-            let memories = self.clone();
-            tokio::spawn(async move { memories.wake_now_and_again().await });
+            if unusable.is_none() {
+                let now = Tick::now();
+                health.wakes = WAKES.iter().map(|later| now.plus(*later)).collect();
+            }
         }
         let Some(alerts) = &self.0.alerts else { return };
         let message = match &unusable {

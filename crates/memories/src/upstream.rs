@@ -12,7 +12,7 @@ use http::{HeaderMap, HeaderValue, Method, Request};
 use http_body_util::Full;
 use postrider::clock::Tick;
 use postrider::couriers::blot::Blot;
-use postrider::couriers::exchange::{Answer, Exchange, Resolve, System, retry_after};
+use postrider::couriers::exchange::{Answer, Ask, Exchange, Resolve, System, retry_after};
 use postrider::outcome::Reach;
 use postrider::{Error, Result};
 use serde_json::{Value, json};
@@ -170,7 +170,7 @@ impl std::fmt::Debug for Settings {
 
 /// A client of one OpenMemory.
 pub struct OpenMemory {
-    exchange: Exchange,
+    network: Arc<dyn Ask>,
     settings: Settings,
     /// Found out at the first call, and again after a failure.
     dialect: Mutex<Option<Dialect>>,
@@ -186,10 +186,15 @@ impl OpenMemory {
     pub fn new(settings: Settings) -> Result<Self> {
         let resolver = settings.resolver.clone().unwrap_or_else(|| Arc::new(System));
         let exchange = Exchange::new(resolver, settings.timeout)?;
+        Self::over(Arc::new(exchange), settings)
+    }
+
+    /// Over a network of the caller's.
+    pub fn over(network: Arc<dyn Ask>, settings: Settings) -> Result<Self> {
         let key = header_of(&settings)?;
         let (dialect, key_read_at) = (Mutex::new(None), Mutex::new(None));
         let (key_changes, shows_one) = (AtomicU64::new(0), AtomicBool::new(false));
-        Ok(OpenMemory { exchange, settings, dialect, key: Mutex::new(key), key_read_at, key_changes, shows_one })
+        Ok(OpenMemory { network, settings, dialect, key: Mutex::new(key), key_read_at, key_changes, shows_one })
     }
 
     /// Rises whenever the key in use has become another.
@@ -416,7 +421,7 @@ impl OpenMemory {
         if left.is_zero() {
             return Err(Fault::new("TIMEOUT", "there was no time left to ask", Blame::Service, Reach::NeverSent));
         }
-        match self.exchange.ask(request, left, MOST_BODY).await {
+        match self.network.ask(request, left, MOST_BODY).await {
             Answer::Answered { status, headers, body, whole, .. } => {
                 if status.is_success() && !whole {
                     let what = "the answer broke off";

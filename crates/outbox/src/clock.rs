@@ -87,7 +87,20 @@ pub fn incarnation(name: Option<&str>) -> String {
 
 /// A seed for a worker's chances.
 pub fn seed() -> u64 {
+    #[cfg(feature = "simulation")]
+    if let Some(clock) = simulated::current() {
+        return clock.seed();
+    }
     fastrand::u64(..)
+}
+
+/// Waits. In a simulation it is the simulator who says when that is over.
+pub async fn sleep(duration: Duration) {
+    #[cfg(feature = "simulation")]
+    if let Some(clock) = simulated::current() {
+        return clock.sleep(duration).await;
+    }
+    tokio::time::sleep(duration).await;
 }
 
 /// A chance in `0.0..1.0`, where nobody needs to repeat it.
@@ -105,6 +118,10 @@ pub mod simulated {
     use std::cell::RefCell;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+    use std::sync::{Mutex, PoisonError};
+    use std::time::Duration;
+
+    use tokio::sync::oneshot;
 
     use super::{Tick, Timestamp};
 
@@ -117,13 +134,21 @@ pub mod simulated {
     pub struct Clock {
         tick: AtomicU64,
         wall: AtomicI64,
-        chances: std::sync::Mutex<fastrand::Rng>,
+        chances: Mutex<fastrand::Rng>,
+        sleepers: Mutex<Vec<Sleeper>>,
+    }
+
+    /// Somebody who waits until the simulator says that it is over; forever, if it never does.
+    #[derive(Debug)]
+    pub struct Sleeper {
+        pub lasts: Duration,
+        pub wake: oneshot::Sender<()>,
     }
 
     impl Clock {
         pub fn new(seed: u64) -> Arc<Self> {
             let chances = fastrand::Rng::with_seed(seed).into();
-            Arc::new(Clock { tick: AtomicU64::new(0), wall: AtomicI64::new(0), chances })
+            Arc::new(Clock { tick: AtomicU64::new(0), wall: AtomicI64::new(0), chances, sleepers: Mutex::default() })
         }
 
         pub fn set(&self, tick: Tick, wall: Timestamp) {
@@ -145,7 +170,24 @@ pub mod simulated {
         }
 
         pub(super) fn chance(&self) -> f64 {
-            self.chances.lock().unwrap_or_else(std::sync::PoisonError::into_inner).f64()
+            self.chances.lock().unwrap_or_else(PoisonError::into_inner).f64()
+        }
+
+        pub(super) fn seed(&self) -> u64 {
+            self.chances.lock().unwrap_or_else(PoisonError::into_inner).u64(..)
+        }
+
+        pub(super) async fn sleep(&self, lasts: Duration) {
+            let (wake, woken) = oneshot::channel();
+            self.sleepers.lock().unwrap_or_else(PoisonError::into_inner).push(Sleeper { lasts, wake });
+            if woken.await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+
+        /// Who has begun to wait since this was last asked.
+        pub fn sleepers(&self) -> Vec<Sleeper> {
+            std::mem::take(&mut *self.sleepers.lock().unwrap_or_else(PoisonError::into_inner))
         }
     }
 

@@ -40,15 +40,20 @@ pub struct Campaign {
 }
 
 impl Campaign {
-    /// Runs these seeds; stops early once so many have failed, or (between seeds) when `enough` says so.
-    pub fn run(seeds: std::ops::Range<u64>, threads: usize, enough: &(dyn Fn() -> bool + Sync)) -> Campaign {
+    /// Runs these seeds, or of them every so many; stops early once so many have failed, or (between seeds) when `enough` says so.
+    pub fn run(
+        seeds: std::ops::Range<u64>,
+        every: u64,
+        threads: usize,
+        enough: &(dyn Fn() -> bool + Sync),
+    ) -> Campaign {
         let next = AtomicU64::new(seeds.start);
         let campaign = Mutex::new(Campaign::default());
         std::thread::scope(|scope| {
             for _ in 0..threads.max(1) {
                 scope.spawn(|| {
                     loop {
-                        let seed = next.fetch_add(1, Ordering::SeqCst);
+                        let seed = next.fetch_add(every.max(1), Ordering::SeqCst);
                         let failed = campaign.lock().expect("no panic").failures.len();
                         if seed >= seeds.end || failed >= 5 || enough() {
                             return;

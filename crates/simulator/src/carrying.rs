@@ -21,6 +21,7 @@ impl World {
                 if let Some(under_way) = self.under_way.get_mut(&(process, life)) {
                     under_way.remove(&id);
                 }
+                self.abort_memory(process, life, id);
             }
             command => self.ask_store(process, life, command),
         }
@@ -150,7 +151,7 @@ impl World {
             Command::Dedup { op, lane, probes } => {
                 let outbox = self.processes[process].outbox.clone();
                 let result = outbox.check_dedup(lane_of(self, lane).name(), probes.clone()).await;
-                if let Ok(hits) = &result {
+                if let (Ok(hits), LaneKind::Dedup) = (&result, lane_of(self, lane)) {
                     self.check_hits(&probes, hits);
                 }
                 self.unless_failed(&result);

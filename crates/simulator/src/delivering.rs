@@ -64,8 +64,8 @@ impl World {
         let same_lane = |other: &&Message| other.lane == message.lane && other.id != id;
         let share = (self.processes[process].plan.concurrency / 4).max(1);
         let to_target = others.iter().filter(same_lane).filter(|other| other.target == message.target).count();
-        // Whatever their instrument, orders go to one broker.
-        if to_target >= share && !kind.is_orders() {
+        // Whatever their instrument, orders go to one broker; and memories to one service.
+        if to_target >= share && !kind.is_orders() && kind != LaneKind::Memories {
             let target = message.target.clone();
             self.violation(format!("{owner} has more than {share} under way to {target:?} on {}", kind.name()));
         }
@@ -168,6 +168,7 @@ impl World {
             return;
         }
         let (outcome, accepted, after) = match delivery.kind {
+            LaneKind::Memories => return self.arrive_memory(delivery).await,
             LaneKind::Webhooks => match self.arrive_job(&delivery).await {
                 Some(outcome) => outcome,
                 None => return,

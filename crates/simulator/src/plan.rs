@@ -32,6 +32,8 @@ pub enum LaneKind {
     KeyedOrders,
     /// Orders to one that does not: *send begun* is committed first.
     Orders,
+    /// What OpenMemory did not take at once.
+    Memories,
 }
 
 impl LaneKind {
@@ -48,6 +50,7 @@ impl LaneKind {
             LaneKind::Brief => "brief",
             LaneKind::Webhooks => postrider_webhooks::LANE,
             LaneKind::KeyedOrders | LaneKind::Orders => postrider_orders::LANE,
+            LaneKind::Memories => postrider_memories::LANE,
         }
     }
 
@@ -67,7 +70,7 @@ impl LaneKind {
 
     /// A part makes and ends what is on this lane.
     pub fn is_parts(lane: &str) -> bool {
-        [postrider_webhooks::LANE, postrider_orders::LANE].contains(&lane)
+        [postrider_webhooks::LANE, postrider_orders::LANE, postrider_memories::LANE].contains(&lane)
     }
 }
 
@@ -194,6 +197,17 @@ pub struct OrderPlan {
     pub at: u64,
 }
 
+/// A memory, stored until somebody says what became of it. Some have the same content, in the same space or another.
+#[derive(Clone, Debug)]
+pub struct MemoryPlan {
+    pub n: usize,
+    pub at: u64,
+    pub content: usize,
+    pub space: usize,
+    /// It goes by the outbox, as its client wants.
+    pub skips: bool,
+}
+
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub seed: u64,
@@ -204,6 +218,9 @@ pub struct Plan {
     pub subscriptions: Vec<SubscriptionPlan>,
     pub events: Vec<EventPlan>,
     pub orders: Vec<OrderPlan>,
+    pub memories: Vec<MemoryPlan>,
+    /// OpenMemory keeps one of what has the same content.
+    pub merges: bool,
     /// A broker that takes no keys can be asked what became of one.
     pub look_up: bool,
     /// Until when things go wrong, in seconds.
@@ -227,7 +244,8 @@ impl Plan {
         kinds.truncate(if big { 5 } else { rng.usize(1..4) });
         let webhooks = seed % 3 == 2;
         let orders = seed % 6 == 1;
-        if webhooks || orders {
+        let memories = seed % 12 == 9 || seed % 24 == 16;
+        if webhooks || orders || memories {
             kinds.truncate(2);
         }
         let mut lanes: Vec<LanePlan> = kinds
@@ -247,6 +265,10 @@ impl Plan {
             kinds.push(kind);
             lanes.push(LanePlan { kind, shards: 1, max_attempts: rng.u32(2..8) });
         }
+        if memories {
+            kinds.push(LaneKind::Memories);
+            lanes.push(LanePlan { kind: LaneKind::Memories, shards: 1, max_attempts: [5, 40][rng.usize(0..2)] });
+        }
         let trouble_sec = rng.u64(20..90);
         let fault = if calm { 0.0 } else { 0.02 + rng.f64() * 0.23 };
         let processes: Vec<ProcessPlan> = (0..rng.usize(1..5)).map(|n| process(n, &kinds, &mut rng)).collect();
@@ -258,6 +280,8 @@ impl Plan {
             subscriptions: vec![],
             events: vec![],
             orders: vec![],
+            memories: vec![],
+            merges: false,
             look_up: false,
             trouble_sec,
             fault,
@@ -273,6 +297,9 @@ impl Plan {
             let end = plan.trouble_sec * SECOND;
             plan.orders = (0..rng.usize(5..60)).map(|n| OrderPlan { n, at: rng.u64(SECOND..end) }).collect();
             plan.look_up = rng.bool();
+        }
+        if memories {
+            remembering(&mut plan, &mut rng);
         }
         if !calm {
             plan.incidents = incidents(&plan, &mut rng);
@@ -297,14 +324,17 @@ impl Plan {
         let backoff = LONGEST_BACKOFF.mul_f64(1.0 + JITTER);
         // What is too much for one target comes back at 50 a second, and suspects have a tenth of the time.
         let jobs = self.events.len() * self.subscriptions.len();
-        let backlog = Duration::from_millis(60) * (self.messages.len() + jobs + self.orders.len()) as u32;
+        let backlog =
+            Duration::from_millis(60) * (self.messages.len() + jobs + self.orders.len() + self.memories.len()) as u32;
         // A receiver that has only failed lately is left alone for a while, then tried with a few; a limited one takes its time.
         let slowest = self.subscriptions.iter().filter_map(|s| s.rate_per_sec).fold(f64::INFINITY, f64::min);
         let limited = Duration::from_secs_f64(self.events.len() as f64 / slowest);
         let rests = if jobs > 0 { Duration::from_secs(150) } else { Duration::ZERO };
         // What nobody can tell waits for a person, who may have died over it before.
         let orders = Duration::from_secs(if self.orders.is_empty() { 0 } else { 150 });
-        leases + polls + backoff + backlog + limited + rests + orders
+        // A write that was begun and never ended is found by who tidies up, then waits until it cannot be applied any more.
+        let memories = Duration::from_secs(if self.memories.is_empty() { 0 } else { 180 });
+        leases + polls + backoff + backlog + limited + rests + orders + memories
     }
 }
 
@@ -367,6 +397,20 @@ fn events(plan: &mut Plan, rng: &mut fastrand::Rng) {
     let end = plan.trouble_sec * SECOND;
     plan.events =
         (0..rng.usize(5..40)).map(|n| EventPlan { n, at: rng.u64(2 * SECOND..end), keyed: rng.bool() }).collect();
+}
+
+fn remembering(plan: &mut Plan, rng: &mut fastrand::Rng) {
+    let (end, count) = (plan.trouble_sec * SECOND, rng.usize(5..60));
+    let contents = if rng.bool() { count } else { count / 2 + 1 };
+    let memory = |n: usize, rng: &mut fastrand::Rng| MemoryPlan {
+        n,
+        at: rng.u64(2 * SECOND..end),
+        content: n % contents,
+        space: rng.usize(0..2),
+        skips: rng.u8(0..10) == 0,
+    };
+    plan.memories = (0..count).map(|n| memory(n, rng)).collect();
+    plan.merges = rng.u8(0..3) == 0;
 }
 
 /// How often each kind of incident happens in a plan at most, and whether at all.

@@ -11,15 +11,17 @@ use postrider::decide::Budgets;
 use postrider::stores::sqlite::SqliteStore;
 use postrider::worker::core::{Core, Event, LaneSettings, Settings};
 use postrider::{Lanes, Outbox};
+use postrider_memories::Settling;
 use postrider_orders::{Book, OrderCourier};
 use postrider_webhooks::Reports;
 
 use crate::carrying::without_answer;
 use crate::dice::dice;
+use crate::parts::memories::Gateway;
 use crate::parts::orders;
 use crate::parts::webhooks::Part;
 use crate::plan::{JITTER, LEASE, LONGEST_BACKOFF, LaneKind, MAX_CRASHES, POLL, Plan, ProcessPlan, SECOND};
-use crate::store::{Locks, SimStore};
+use crate::store::{Activity, Locks, SimStore};
 use crate::world::{Action, World, lanes};
 
 /// After a process was frozen, stalled or cut off, its leases may still be found expired for this long.
@@ -46,6 +48,7 @@ pub struct Process {
     /// What it has of webhooks and orders, as long as it lives.
     pub part: Option<Arc<Part>>,
     pub courier: Option<Arc<OrderCourier>>,
+    pub gateway: Option<Gateway>,
     /// Of its former lives: what they asked the database for may come late.
     former: BTreeMap<u64, Arc<SimStore>>,
 }
@@ -56,10 +59,11 @@ impl Process {
         plan: &Plan,
         store: &Arc<SqliteStore>,
         locks: &Arc<Locks>,
+        activity: &Arc<Activity>,
         reports: &Reports,
     ) -> Self {
-        let lanes = lanes(plan, own.knows_shards, reports, &Book::default());
-        let store = Arc::new(SimStore::new(store.clone(), lanes, locks.clone()));
+        let lanes = lanes(plan, own.knows_shards, reports, &Book::default(), &Settling::default());
+        let store = Arc::new(SimStore::new(store.clone(), lanes, locks.clone(), activity.clone()));
         let outbox = Outbox::new(store.clone());
         Process {
             plan: own.clone(),
@@ -70,6 +74,7 @@ impl Process {
             cut_off_until: 0,
             part: None,
             courier: None,
+            gateway: None,
             former: BTreeMap::new(),
         }
     }
@@ -79,9 +84,11 @@ impl Process {
         self.former.get(&life).unwrap_or(&self.store).clone()
     }
 
-    /// A new life remembers nothing of the orders of the one before.
+    /// A new life remembers nothing of the orders and memories of the one before.
     fn forget(&mut self, lanes: Arc<Lanes>) {
-        let store = Arc::new(SimStore::new(self.store.inner.clone(), lanes, self.store.locks.clone()));
+        let (inner, locks, activity) =
+            (self.store.inner.clone(), self.store.locks.clone(), self.store.activity.clone());
+        let store = Arc::new(SimStore::new(inner, lanes, locks, activity));
         self.former.insert(self.lives, std::mem::replace(&mut self.store, store.clone()));
         self.outbox = Outbox::new(store);
     }
@@ -122,16 +129,26 @@ impl World {
     pub async fn start(&mut self, process: usize) {
         let serves = self.processes[process].plan.lanes.contains(&LaneKind::Webhooks);
         let trades = self.processes[process].plan.lanes.iter().any(|kind| kind.is_orders());
+        let remembers = self.processes[process].plan.lanes.contains(&LaneKind::Memories);
         if (serves || trades) && self.now < self.down_until {
             return self.at(self.down_until, Action::Start { process });
         }
         if let Some(traders) = self.traders.as_ref().filter(|_| trades) {
             let (book, broker) = (Book::default(), traders.broker.clone());
-            let lanes = lanes(&self.plan, self.processes[process].plan.knows_shards, &self.reports, &book);
+            let shards = self.processes[process].plan.knows_shards;
+            let lanes = lanes(&self.plan, shards, &self.reports, &book, &Settling::default());
             self.processes[process].forget(lanes);
             let outbox = self.processes[process].outbox.clone();
             let orders = orders::open(&self.plan, &outbox, book, broker).await;
             self.processes[process].courier = Some(Arc::new(orders.courier()));
+        }
+        if let Some(rememberers) = self.rememberers.as_ref().filter(|_| remembers) {
+            let (settling, calls) = (Settling::default(), rememberers.calls());
+            let (shards, life) = (self.processes[process].plan.knows_shards, self.processes[process].lives + 1);
+            let lanes = lanes(&self.plan, shards, &self.reports, &Book::default(), &settling);
+            self.processes[process].forget(lanes);
+            let gateway = Gateway::new(&self.processes[process].outbox, &settling, calls, process, life);
+            self.processes[process].gateway = Some(gateway);
         }
         let outbox = self.processes[process].outbox.clone();
         self.processes[process].part = match serves {
@@ -147,9 +164,9 @@ impl World {
             lease: LEASE,
             poll: POLL,
             budgets: budgets(&self.plan, *kind),
-            dedup: *kind == LaneKind::Dedup,
+            dedup: matches!(kind, LaneKind::Dedup | LaneKind::Memories),
             send_begun: kind.commits_begun(),
-            one_destination: kind.is_orders(),
+            one_destination: kind.is_orders() || *kind == LaneKind::Memories,
             keyed: kind.is_orders(),
             shards: of.shards(self.plan.lane(*kind).shards),
             ..LaneSettings::new(kind.name())
@@ -168,6 +185,10 @@ impl World {
         self.at(self.now, Action::Step { process, life });
         if serves {
             self.at(self.now, Action::Orchestrate { process, life, round: 0 });
+        }
+        if remembers {
+            self.at(self.now, Action::Attend { process, life, round: 0 });
+            self.at(self.now + SECOND, Action::Tidy { process, life, round: 0 });
         }
     }
 
@@ -233,6 +254,7 @@ impl World {
         let Some(alive) = self.processes[process].alive.as_mut() else { return };
         alive.frozen_until = until;
         let life = alive.life;
+        self.stands_still(process);
         self.fault("a freeze", None, until);
         self.mark("froze");
         self.strike(process, until + AFTERMATH);
@@ -254,6 +276,7 @@ impl World {
         self.under_way.remove(&(process, gone.life));
         self.processes[process].part = None;
         self.processes[process].courier = None;
+        self.ground(process, gone.life);
         self.mark("crashed");
         self.note(format_args!("w{process} is dead"));
         self.start_again(process);
@@ -282,6 +305,7 @@ impl World {
         }
         self.processes[process].alive = None;
         self.under_way.remove(&(process, life));
+        self.ground(process, life);
         self.note(format_args!("w{process} has stopped"));
         self.start_again(process);
     }

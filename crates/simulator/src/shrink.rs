@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use crate::dice::Fate;
-use crate::plan::{EventPlan, Incident, OrderPlan, Plan, Planned, What};
+use crate::plan::{EventPlan, Incident, MemoryPlan, OrderPlan, Plan, Planned, What};
 use crate::world::{Outcomes, go};
 
 /// A small plan that fails, and how.
@@ -37,6 +37,7 @@ pub fn shrink(plan: Plan, most: usize) -> Option<Shrunk> {
         plan = shrinker.fewer(plan, |p| p.messages.clone(), |p, messages: Vec<Planned>| p.messages = messages);
         plan = shrinker.fewer(plan, |p| p.events.clone(), |p, events: Vec<EventPlan>| p.events = events);
         plan = shrinker.fewer(plan, |p| p.orders.clone(), |p, orders: Vec<OrderPlan>| p.orders = orders);
+        plan = shrinker.fewer(plan, |p| p.memories.clone(), |p, memories: Vec<MemoryPlan>| p.memories = memories);
         plan = shrinker.fewer(plan, faults, |p, faults: Vec<Fate>| p.only = Some(faults.into_iter().collect()));
         plan = shrinker.fewer_processes(plan);
         if self::size(&plan) == size || shrinker.runs >= shrinker.most {
@@ -52,6 +53,7 @@ fn size(plan: &Plan) -> usize {
         + plan.messages.len()
         + plan.events.len()
         + plan.orders.len()
+        + plan.memories.len()
         + plan.only.as_ref().map_or(0, HashSet::len)
         + plan.processes.len()
 }
@@ -71,7 +73,8 @@ fn symptom(outcomes: &Outcomes) -> Option<String> {
 
 impl Shrinker {
     fn fails(&mut self, plan: &Plan) -> bool {
-        if self.runs >= self.most || (plan.messages.is_empty() && plan.events.is_empty() && plan.orders.is_empty()) {
+        let nothing = plan.messages.is_empty() && plan.events.is_empty() && plan.orders.is_empty();
+        if self.runs >= self.most || (nothing && plan.memories.is_empty()) {
             return false;
         }
         self.runs += 1;
@@ -132,10 +135,11 @@ fn story(plan: &Plan, told: Outcomes) -> Vec<String> {
     }
     let kinds: Vec<&str> = plan.lanes.iter().map(|lane| lane.kind.name()).collect();
     let (messages, events, orders) = (plan.messages.len(), plan.events.len(), plan.orders.len());
+    let memories = plan.memories.len();
     let processes = plan.processes.len();
     let faults = plan.only.as_ref().map_or(0, HashSet::len);
     let head = format!(
-        "seed {}: {messages} messages, {events} events and {orders} orders on {kinds:?}, {processes} processes, {} incidents, {faults} other faults",
+        "seed {}: {messages} messages, {events} events, {orders} orders and {memories} memories on {kinds:?}, {processes} processes, {} incidents, {faults} other faults",
         plan.seed,
         plan.incidents.len()
     );

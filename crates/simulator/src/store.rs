@@ -2,6 +2,7 @@
 //! PostgreSQL would), transactions that are still open, and answers that are lost.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use postrider::store::{Claim, Claimed, Mark, Mode, Store, Walked, Work, transact
 use postrider::stores::sqlite::SqliteStore;
 use postrider::tx::{Dialect, Value, in_ids};
 use postrider::{Lanes, Result, Schema};
+use tokio::sync::Notify;
 
 use crate::journal::HIDDEN;
 
@@ -68,9 +70,45 @@ impl Locks {
     }
 }
 
+/// Transactions under way: whoever waits for one waits for nothing else.
+#[derive(Default)]
+pub struct Activity {
+    under_way: AtomicUsize,
+    ended: Notify,
+}
+
+impl Activity {
+    pub fn is_busy(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) > 0
+    }
+
+    /// Until one has ended.
+    pub async fn idle(&self) {
+        self.ended.notified().await;
+    }
+}
+
+/// Counts one transaction.
+struct UnderWay<'a>(&'a Activity);
+
+impl<'a> UnderWay<'a> {
+    fn new(activity: &'a Activity) -> Self {
+        activity.under_way.fetch_add(1, Ordering::SeqCst);
+        UnderWay(activity)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.under_way.fetch_sub(1, Ordering::SeqCst);
+        self.0.ended.notify_one();
+    }
+}
+
 pub struct SimStore {
     pub inner: Arc<SqliteStore>,
     pub locks: Arc<Locks>,
+    pub activity: Arc<Activity>,
     lanes: Arc<Lanes>,
     /// What becomes of the next transactions, in order; then they are good.
     replies: Mutex<VecDeque<Reply>>,
@@ -85,8 +123,8 @@ pub fn refused() -> Error {
 }
 
 impl SimStore {
-    pub fn new(inner: Arc<SqliteStore>, lanes: Arc<Lanes>, locks: Arc<Locks>) -> Self {
-        SimStore { inner, lanes, locks, replies: Mutex::default() }
+    pub fn new(inner: Arc<SqliteStore>, lanes: Arc<Lanes>, locks: Arc<Locks>, activity: Arc<Activity>) -> Self {
+        SimStore { inner, lanes, locks, activity, replies: Mutex::default() }
     }
 
     /// Says what becomes of the next transactions.
@@ -215,6 +253,7 @@ impl Store for SimStore {
     }
 
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
+        let _under_way = UnderWay::new(&self.activity);
         match self.reply() {
             Reply::Good => self.apply(mode, work).await,
             Reply::Refused => Err(refused()),

@@ -13,20 +13,25 @@ use postrider::stores::sqlite::SqliteStore;
 use postrider::worker::core::{Command, Event};
 use postrider::{LaneRules, Lanes, Options, Outbox, Timestamp};
 
+use postrider::couriers::exchange::Answer;
+use postrider_memories::Settling;
 use postrider_orders::Book;
 use postrider_webhooks::Reports;
+use tokio::sync::oneshot;
 
 use crate::checker::{Checker, Step};
 use crate::delivering::Delivery;
 use crate::dice::{Fate, dice, fate};
 use crate::journal::{self, Listener};
 use crate::marks::Marks;
+use crate::parts::memories::Rememberers;
+use crate::parts::openmemory::Call;
 use crate::parts::orders::{self, Traders};
 use crate::parts::webhooks::Publishers;
 use crate::plan::{LEASE, LaneKind, Plan, SECOND, What};
 use crate::processes::Process;
 use crate::producers::Batch;
-use crate::store::{Locks, Reply, SimStore};
+use crate::store::{Activity, Locks, Reply, SimStore};
 
 pub const START: Timestamp = Timestamp::from_micros(1_800_000_000_000_000);
 
@@ -128,6 +133,44 @@ pub enum Action {
     Reconcile {
         round: u64,
     },
+    Remember {
+        memory: usize,
+        round: u64,
+    },
+    /// Whoever tends a gateway looks at it.
+    Attend {
+        process: usize,
+        life: u64,
+        round: u64,
+    },
+    Tidy {
+        process: usize,
+        life: u64,
+        round: u64,
+    },
+    /// A request reaches OpenMemory.
+    Asked {
+        call: Box<Call>,
+        fate: Fate,
+    },
+    /// Its answer comes back.
+    Answer {
+        process: usize,
+        life: u64,
+        send: oneshot::Sender<Answer>,
+        answer: Box<Answer>,
+        fate: Fate,
+    },
+    /// OpenMemory comes to what it was sent before.
+    Apply {
+        number: u64,
+    },
+    /// A pause is over.
+    Wake {
+        process: usize,
+        life: u64,
+        wake: oneshot::Sender<()>,
+    },
     /// A subscription is resumed.
     LetGo {
         subscription: usize,
@@ -151,6 +194,7 @@ pub struct World {
     pub processes: Vec<Process>,
     pub store: Arc<SqliteStore>,
     pub locks: Arc<Locks>,
+    pub activity: Arc<Activity>,
     /// What producers and operators use.
     pub clients: Arc<SimStore>,
     pub outbox: Outbox,
@@ -188,7 +232,8 @@ pub struct World {
     pub reports: Reports,
     pub publishers: Option<Publishers>,
     pub traders: Option<Traders>,
-    clock: Arc<Clock>,
+    pub rememberers: Option<Rememberers>,
+    pub clock: Arc<Clock>,
     pub outcomes: Outcomes,
     telling: bool,
     looked_at: u64,
@@ -212,7 +257,7 @@ pub(crate) fn go(plan: Plan, telling: bool) -> Outcomes {
 }
 
 /// The rules of the lanes, as somebody knows them who knows of so many shards.
-pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports, book: &Book) -> Arc<Lanes> {
+pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports, book: &Book, settling: &Settling) -> Arc<Lanes> {
     let mut lanes = Lanes::new();
     for lane in &plan.lanes {
         let mut rules = LaneRules { shards: lane.shards.min(knows_shards), ..LaneRules::default() };
@@ -223,6 +268,7 @@ pub fn lanes(plan: &Plan, knows_shards: u32, reports: &Reports, book: &Book) -> 
             LaneKind::Begun => rules.send_begun = true,
             LaneKind::Brief => rules.retention = std::time::Duration::ZERO,
             LaneKind::Webhooks => rules = postrider_webhooks::lane_rules(reports),
+            LaneKind::Memories => rules = postrider_memories::lane_rules(settling),
             LaneKind::KeyedOrders | LaneKind::Orders => {
                 rules = postrider_orders::lane_rules(book, orders::idempotency(plan));
             }
@@ -249,17 +295,21 @@ impl World {
         clock.enter();
         let reports = Reports::default();
         let book = Book::default();
-        let all = lanes(&plan, u32::MAX, &reports, &book);
-        let migrations = [postrider_webhooks::MIGRATIONS.to_vec(), postrider_orders::MIGRATIONS.to_vec()].concat();
+        let all = lanes(&plan, u32::MAX, &reports, &book, &Settling::default());
+        let migrations =
+            [&postrider_webhooks::MIGRATIONS[..], &postrider_orders::MIGRATIONS, &postrider_memories::MIGRATIONS];
+        let migrations = migrations.concat();
         let options = Options { migrations, ..Options::default() };
         let store = Arc::new(SqliteStore::simulated(START, all.clone(), options).expect("a store in memory"));
         live_by(&store, &clock).await;
         let locks: Arc<Locks> = Arc::default();
-        let clients = Arc::new(SimStore::new(store.clone(), all, locks.clone()));
+        let activity: Arc<Activity> = Arc::default();
+        let clients = Arc::new(SimStore::new(store.clone(), all, locks.clone(), activity.clone()));
         let outbox = Outbox::new(clients.clone());
         outbox.migrate().await.expect("migrations");
         journal::install(&*store).await.expect("the journal");
-        let processes = plan.processes.iter().map(|p| Process::new(p, &plan, &store, &locks, &reports)).collect();
+        let process = |own| Process::new(own, &plan, &store, &locks, &activity, &reports);
+        let processes = plan.processes.iter().map(process).collect();
         let publishers = match plan.subscriptions.is_empty() {
             true => None,
             false => Some(Publishers::new(&plan, &outbox, &reports).await),
@@ -267,6 +317,10 @@ impl World {
         let traders = match plan.orders.is_empty() {
             true => None,
             false => Some(Traders::new(&plan, &outbox, book).await),
+        };
+        let rememberers = match plan.memories.is_empty() {
+            true => None,
+            false => Some(Rememberers::new(&plan, &*store).await),
         };
         let mut world = World {
             checker: Checker::new(&plan),
@@ -278,6 +332,7 @@ impl World {
             processes,
             store,
             locks,
+            activity,
             clients,
             outbox,
             planned: HashMap::new(),
@@ -302,6 +357,7 @@ impl World {
             reports,
             publishers,
             traders,
+            rememberers,
             clock,
             outcomes: Outcomes::default(),
             telling,
@@ -325,6 +381,9 @@ impl World {
         }
         for order in 0..self.plan.orders.len() {
             self.at(self.plan.orders[order].at, Action::Place { order, round: 0 });
+        }
+        for memory in 0..self.plan.memories.len() {
+            self.at(self.plan.memories[memory].at, Action::Remember { memory, round: 0 });
         }
         if self.traders.is_some() {
             self.at(SECOND, Action::Reconcile { round: 0 });
@@ -403,6 +462,7 @@ impl World {
         }
         self.blame(seen);
         self.check_ledger().await;
+        self.check_memories().await;
     }
 
     async fn run(&mut self) {
@@ -435,7 +495,9 @@ impl World {
         let idle = self.processes.iter().all(|p| p.alive.as_ref().is_none_or(|alive| alive.core.held() == 0));
         let published = self.publishers.as_ref().is_none_or(|publishers| publishers.is_done(&self.plan));
         let published = published && self.traders.as_ref().is_none_or(|traders| traders.is_done(&self.plan));
-        let drained = idle && published && self.batches.iter().all(|batch| batch.over) && self.checker.live() == 0;
+        let remembered = self.rememberers.as_ref().is_none_or(|all| all.is_done(&self.plan));
+        let drained =
+            idle && published && remembered && self.batches.iter().all(|batch| batch.over) && self.checker.live() == 0;
         let used = (self.now - healed) as f64 / patience as f64;
         if drained {
             self.outcomes.patience_used = used;
@@ -443,11 +505,12 @@ impl World {
             let waiting: Vec<_> = self.checker.known.iter().filter(|(_, k)| k.live).take(3).collect();
             let held: usize = self.processes.iter().filter_map(|p| Some(p.alive.as_ref()?.core.held())).sum();
             let text = format!(
-                "L1: {:.1} leases after the last fault not everything has ended: {} live, {held} held, {} batches not enqueued, {} sagas, first {waiting:?}",
+                "L1: {:.1} leases after the last fault not everything has ended: {} live, {held} held, {} batches not enqueued, {} sagas, {}, first {waiting:?}",
                 (self.now - healed) as f64 / LEASE.as_micros() as f64,
                 self.checker.live(),
                 self.batches.iter().filter(|batch| !batch.over).count(),
                 self.publishers.as_ref().map_or(0, |publishers| publishers.sagas.live()),
+                self.rememberers.as_ref().map_or(String::new(), |all| all.left(&self.plan)),
             );
             self.violation(text);
             return true;
@@ -472,6 +535,15 @@ impl World {
             Action::Orchestrate { process, life, round } => self.orchestrate(process, life, round).await,
             Action::Place { order, round } => self.place(order, round).await,
             Action::Reconcile { round } => self.reconcile(round).await,
+            Action::Remember { memory, round } => self.remember(memory, round).await,
+            Action::Attend { process, life, round } => self.tend(process, life, round, false).await,
+            Action::Tidy { process, life, round } => self.tend(process, life, round, true).await,
+            Action::Asked { call, fate } => self.asked(*call, fate),
+            Action::Answer { process, life, send, answer, fate } => {
+                self.hear_openmemory(process, life, send, *answer, fate).await;
+            }
+            Action::Apply { number } => self.apply_late(number),
+            Action::Wake { process, life, wake } => self.woken(process, life, wake).await,
             Action::LetGo { subscription, round } => self.let_go(subscription, round).await,
             Action::Incident(n) => self.incident(n).await,
             Action::Thaw { process, life } => {
@@ -516,6 +588,9 @@ impl World {
                 if let (Some(traders), Ok(by)) = (&self.traders, u64::try_from(by)) {
                     traders.broker.hurry(now, by);
                 }
+                if by > 0 {
+                    self.hurry_memories();
+                }
                 // Leases may end early, or renewals come too late, for everybody.
                 self.struck_all = now + by.unsigned_abs() + crate::processes::AFTERMATH;
                 self.note(format_args!("the database's clock jumps by {} s", by / SECOND as i64));
@@ -546,6 +621,7 @@ impl World {
             self.check_ends();
             self.check_webhooks().await;
             self.check_orders();
+            self.check_remembered();
         }
         let mut outcomes = self.outcomes;
         outcomes.violations.append(&mut self.checker.violations);

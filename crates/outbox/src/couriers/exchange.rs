@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, UNIX_EPOCH};
 
+use async_trait::async_trait;
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, Request, StatusCode, Uri};
@@ -71,6 +72,13 @@ pub enum Answer {
     Answered { status: StatusCode, headers: HeaderMap, body: Vec<u8>, whole: bool, remote: Option<SocketAddr> },
     /// None did. `reach` says whether anything may have gone out.
     Unanswered { code: &'static str, cause: String, reach: Reach, remote: Option<SocketAddr> },
+}
+
+/// Who carries a request to where it goes: [`Exchange`], or a simulated network.
+#[async_trait]
+pub trait Ask: Send + Sync {
+    /// As [`Exchange::ask`].
+    async fn ask(&self, request: Request<Full<Bytes>>, timeout: Duration, most: usize) -> Answer;
 }
 
 /// A pool of kept-alive connections.
@@ -161,6 +169,13 @@ impl Exchange {
             () = sleep(grace), if head.status.is_success() => false,
         };
         Answer::Answered { status: head.status, headers: head.headers, body: kept, whole, remote: remote() }
+    }
+}
+
+#[async_trait]
+impl Ask for Exchange {
+    async fn ask(&self, request: Request<Full<Bytes>>, timeout: Duration, most: usize) -> Answer {
+        Exchange::ask(self, request, timeout, most).await
     }
 }
 

@@ -1,5 +1,5 @@
-//! Runs a campaign and prints its page: `simulate [--first N] [--seeds N] [--seconds N] [--threads N]`. With `--story SEED` it
-//! shrinks that one seed and tells what happened. It ends with 1 if a promise was broken or a mark never reached.
+//! Runs a campaign and prints its page: `simulate [--first N] [--seeds N] [--every N] [--seconds N] [--threads N]`. With
+//! `--every N` it takes only every so many of the seeds; with `--story SEED` it shrinks that one and tells what happened. It ends with 1 if a promise was broken or a mark never reached.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,9 +15,9 @@ fn main() -> ExitCode {
     let mut numbers = std::collections::BTreeMap::new();
     for pair in words.chunks(2) {
         let value = pair.get(1).and_then(|value| value.parse::<u64>().ok());
-        let known = ["--first", "--seeds", "--seconds", "--threads", "--story"].contains(&pair[0].as_str());
+        let known = ["--first", "--seeds", "--every", "--seconds", "--threads", "--story"].contains(&pair[0].as_str());
         let Some(value) = value.filter(|_| known) else {
-            eprintln!("usage: simulate [--first N] [--seeds N] [--seconds N] [--threads N] | --story SEED");
+            eprintln!("usage: simulate [--first N] [--seeds N] [--every N] [--seconds N] [--threads N] | --story SEED");
             return ExitCode::from(2);
         };
         numbers.insert(pair[0].clone(), value);
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
     let started = Tick::now();
     let limit = Duration::from_secs(number("--seconds", u64::MAX / 2));
     let enough = || Tick::now().since(started) >= limit;
-    let campaign = Campaign::run(first..first + number("--seeds", 1000), number("--threads", 2) as usize, &enough);
+    let (seeds, threads) = (first..first + number("--seeds", 1000), number("--threads", 2) as usize);
+    let campaign = Campaign::run(seeds, number("--every", 1), threads, &enough);
     print!("{}", campaign.report(Tick::now().since(started)));
     if let Some(failure) = campaign.failures.first() {
         tell(failure.seed);
