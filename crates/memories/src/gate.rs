@@ -167,6 +167,12 @@ mod tests {
                                 let words = format!("FULL mode: required capability {name} failed");
                                 assert_eq!(verdict.reason.as_deref(), Some(words.as_str()));
                             }
+                            if let Some(reason) = verdict.reason.as_deref().filter(|_| mode == Mode::Degraded) {
+                                assert!(
+                                    failed.iter().all(|name| reason.contains(name)),
+                                    "it names what failed: {reason}"
+                                );
+                            }
                             judged += 1;
                         }
                     }
@@ -174,6 +180,14 @@ mod tests {
             }
         }
         assert_eq!(judged, 2 * 3 * 3 * 4 * 4);
+    }
+
+    /// What was not looked at does not count as well.
+    #[test]
+    fn what_nobody_checked_has_failed_and_says_so() {
+        let verdict = judge(Mode::Full, &["reconcile"], &BTreeMap::new(), &Skips::new());
+        let said = json!({ "status": "failed", "detail": "nobody checked it" });
+        assert_eq!((verdict.passed, &verdict.as_json()["capabilities"]["reconcile"]), (false, &said));
     }
 
     #[test]

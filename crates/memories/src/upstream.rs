@@ -13,7 +13,7 @@ use http_body_util::Full;
 use postrider::clock::Tick;
 use postrider::couriers::blot::Blot;
 use postrider::couriers::exchange::{Answer, Ask, Exchange, Resolve, System, retry_after};
-use postrider::outcome::Reach;
+use postrider::outcome::{Reach, SAID};
 use postrider::{Error, Result};
 use serde_json::{Value, json};
 use url::Url;
@@ -527,7 +527,10 @@ fn classify(status: u16, body: &Value, retry_after: &Option<Duration>) -> Fault 
         let details: Vec<String> = details.iter().filter_map(text_of).collect();
         if details.is_empty() { String::new() } else { format!(": {}", details.join(", ")) }
     });
-    let message = format!("OpenMemory answered {status} {said}{details}");
+    let mut message = format!("OpenMemory answered {status}");
+    if !said.is_empty() {
+        message.push_str(&format!("{SAID}{said}{details}"));
+    }
     let message: String = message.trim_end().chars().take(300).collect();
     // A server that failed may have applied it all the same; what stands before it may not even have waited for it.
     let reach = if status >= 500 && !not_configured { Reach::Unknown } else { Reach::Answered };
@@ -571,7 +574,7 @@ mod tests {
         assert_eq!((limited.class().as_str(), limited.retry_after), ("http_429", Some(Duration::from_secs(60))));
         let long = json!({"error": "invalid_input", "details": ["content: length > 200000"]});
         let told = classify(400, &long, &None).message;
-        assert_eq!(told, "OpenMemory answered 400 invalid_input: content: length > 200000");
+        assert_eq!(told, "OpenMemory answered 400, saying: invalid_input: content: length > 200000");
     }
 
     #[test]

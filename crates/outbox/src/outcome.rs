@@ -35,6 +35,14 @@ impl Fault {
     }
 }
 
+/// Stands between our own words about a failure and those of the destination, which may repeat what was sent.
+pub const SAID: &str = ", saying: ";
+
+/// Of an error, what is in our own words.
+pub fn in_our_words(error: &str) -> &str {
+    error.split_once(SAID).map_or(error, |(ours, _)| ours)
+}
+
 /// A courier's answer for one delivery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {

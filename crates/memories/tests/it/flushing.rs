@@ -160,6 +160,7 @@ async fn what_ended_long_ago_is_pruned(home: Home) {
     home.outbox.enqueue(vec![plain("other")]).await.unwrap();
     home.upstream.be(Mood::Well);
     assert_eq!(home.flush().await.sent, 1);
+    assert_eq!(home.count("outbox_dedup").await, 1, "what was written is known by its content");
     let tend = async |memories: &Memories| {
         let _ = tokio::time::timeout(Duration::from_millis(300), memories.tend(std::future::pending())).await;
     };

@@ -295,7 +295,9 @@ fn said(body: &[u8], whole: bool) -> Result<Found, String> {
     if !whole {
         return Err("it was cut off".to_owned());
     }
-    let said: Said = serde_json::from_slice(body).map_err(|e| e.to_string())?;
+    // Not in the words of the parser, which repeat what it met: an answer may repeat the order.
+    let wrong = |e: serde_json::Error| format!("it is not as documented, at line {} column {}", e.line(), e.column());
+    let said: Said = serde_json::from_slice(body).map_err(wrong)?;
     let refused = ["rejected", "canceled", "cancelled", "expired"];
     let unknown = ["not_found", "unknown_key"];
     let status = said.status.unwrap_or_default().to_ascii_lowercase();

@@ -402,7 +402,9 @@ async fn a_failed_order_is_reopened(ground: Ground) {
     assert_eq!(home.orders.requeue("k", by()).await.unwrap(), Reopened::Reopened { outbox_id: id });
     let entry = home.entry("k").await;
     assert_eq!((entry.status, entry.http_status, entry.response_payload_json), (Status::InProgress, None, None));
-    assert_eq!(home.view("k").await.1, 0, "attempts start anew");
+    assert_eq!(home.view("k").await, ("pending".to_owned(), 0, None), "all begins anew");
+    let silent = "SELECT CASE WHEN last_error_msg IS NULL THEN 1 ELSE 0 END FROM outbox_orders";
+    assert_eq!(home.rows(silent).await[0].int(0).unwrap(), 1, "with nothing said of the last error");
     home.work_until("k", "succeeded").await;
     assert!(matches!(home.orders.requeue("k", by()).await.unwrap(), Reopened::Refused(_)), "succeeded is final");
     let moves: Vec<String> = home.orders.events("k").await.unwrap().into_iter().map(|e| e.to_status).collect();

@@ -19,7 +19,7 @@ use crate::decide::{HttpClass, HttpClasses, honours_retry_after};
 use crate::error::{Error, Result};
 use crate::message::Message;
 use crate::observe::sending;
-use crate::outcome::{Fault, Outcome, Reach};
+use crate::outcome::{Fault, Outcome, Reach, SAID};
 
 /// More headers than any message within its limits has; a header map that is full panics.
 const MAX_MESSAGE_HEADERS: usize = 4096;
@@ -155,7 +155,7 @@ impl Http {
             format!("HTTP_{}", status.as_u16())
         };
         if let Some(excerpt) = excerpt(body, &self.secrets, payload) {
-            error.push_str(": ");
+            error.push_str(SAID);
             error.push_str(&excerpt);
         }
         let fault = Fault::new(code, error, Reach::Answered);

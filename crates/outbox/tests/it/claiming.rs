@@ -13,6 +13,7 @@ on_every_store! {
     p2_concurrent_claimers_never_share_a_row,
     p2_every_claim_has_a_new_token,
     p2_concurrent_takeovers_have_one_winner,
+    p2_what_was_settled_meanwhile_is_not_claimed,
     p2_a_claim_takes_no_more_than_its_limit,
     p2_a_claim_takes_its_lane_only,
     p2_a_claim_takes_its_shard_only,
@@ -93,6 +94,46 @@ async fn p2_every_claim_has_a_new_token(db: Database) {
     }
 }
 
+/// What was a candidate a moment ago may have ended or been put off before it is locked.
+async fn p2_what_was_settled_meanwhile_is_not_claimed(db: Database) {
+    let total = 400;
+    let messages = (0..total).map(|n| NewMessage::new("a", format!("{n}"))).collect();
+    db.outbox.enqueue(messages).await.unwrap();
+    let other = db.again(lanes()).await;
+    let tasks: Vec<_> = (0..8)
+        .map(|n| {
+            let db = if n % 2 == 0 { db.clone() } else { other.clone() };
+            tokio::spawn(async move {
+                let (mut got, mut dry, owner) = (Vec::new(), 0, format!("w{n}"));
+                while dry < 20 {
+                    let claimed = db.claim("a", &owner, 3).await;
+                    dry = if claimed.is_empty() { dry + 1 } else { 0 };
+                    for m in &claimed {
+                        got.push((m.id, m.lease_token));
+                        let verdict = if m.id % 2 == 0 { Verdict::sent() } else { retry(secs(1000)) };
+                        assert_eq!(db.settle("a", &owner, m.lease(), verdict).await, Settled::Applied);
+                    }
+                    if claimed.is_empty() {
+                        tokio::time::sleep(Duration::from_millis(5)).await;
+                    }
+                }
+                got
+            })
+        })
+        .collect();
+    let mut seen = HashSet::new();
+    for task in tasks {
+        for (id, token) in task.await.unwrap() {
+            assert_eq!(token, 1, "message {id} was put off, and claimed all the same");
+            assert!(seen.insert(id), "message {id} was claimed twice");
+        }
+    }
+    assert_eq!(seen.len(), total);
+    let even = seen.iter().filter(|id| *id % 2 == 0).count() as i64;
+    assert_eq!(db.count("outbox WHERE attempts = 1").await, total as i64 - even);
+    assert_eq!(db.count("outbox_done").await, even);
+}
+
 async fn p2_concurrent_takeovers_have_one_winner(db: Database) {
     for n in 0..20 {
         db.put("a", &n.to_string()).await;
@@ -114,6 +155,8 @@ async fn p2_concurrent_takeovers_have_one_winner(db: Database) {
         }
     }
     assert_eq!(db.count("outbox_attempts").await, seen.len() as i64, "one takeover row each");
+    let rest = db.claim("a", "last", 20).await.len();
+    assert!(!seen.is_empty() && seen.len() + rest == 20, "{} were taken over, {rest} are left", seen.len());
 }
 
 async fn p2_a_claim_takes_no_more_than_its_limit(db: Database) {

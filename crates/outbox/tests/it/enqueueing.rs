@@ -121,11 +121,17 @@ async fn p1_everything_else_survives(db: Database) {
         .correlation_id(text)
         .deliver_before(limit);
     let plain = message("x").target(text).header("X-Ünï", text).correlation_id(text).deliver_before(limit);
-    created(db.enqueue(full.clone()).await);
-    created(db.enqueue(plain.clone()).await);
+    let ids = [created(db.enqueue(full.clone()).await), created(db.enqueue(plain.clone()).await)];
     let claimed = db.claim("a", "w", 10).await;
-    assert_eq!(claimed.len(), 2);
+    assert_eq!(claimed.iter().map(|m| m.id).collect::<Vec<_>>(), ids);
     for (got, wanted) in claimed.iter().zip([full, plain]) {
+        let shown = db.show(got.id).await;
+        assert_eq!((got.lane.as_str(), got.shard_id, &got.payload[..]), ("a", 0, &b"x"[..]));
+        assert_eq!(
+            (got.due_at, got.created_at, Some(got.lease_until)),
+            (shown.due_at, shown.created_at, shown.lease_until)
+        );
+        assert_eq!(got.payload_sha, Some(postrider::message::sha256(b"x")));
         assert_eq!(got.target, wanted.target);
         assert_eq!(got.active_key, wanted.active_key);
         assert_eq!(got.content_type, wanted.content_type);

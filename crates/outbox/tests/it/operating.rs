@@ -348,7 +348,7 @@ async fn p10_dedup_without_retention_is_refused(db: Database) {
 }
 
 async fn p10_a_worker_delivers_twins_once(db: Database) {
-    let twins = (0..6).map(|n| NewMessage::new("dedup", "x").target(if n % 2 == 0 { "t" } else { "u" })).collect();
+    let twins = (0..6).map(|n| NewMessage::new("memory", "x").target(if n % 2 == 0 { "t" } else { "u" })).collect();
     let ids: Vec<i64> = db.outbox.enqueue(twins).await.unwrap().iter().map(|e| e.id).collect();
     let delivered = Arc::new(AtomicUsize::new(0));
     let running = Arc::new(AtomicUsize::new(0));
@@ -364,9 +364,11 @@ async fn p10_a_worker_delivers_twins_once(db: Database) {
             Outcome::Sent { result_ref: Some(format!("ref {target}")) }
         }
     });
-    let worker = Worker::new(db.outbox.clone()).lane("dedup", slow).once();
+    let worker = Worker::new(db.outbox.clone()).lane("memory", slow).once();
     tokio::time::timeout(Duration::from_secs(30), worker.run(std::future::pending())).await.expect("ends").unwrap();
     assert_eq!(delivered.load(Ordering::SeqCst), 2, "once per target");
+    assert_eq!(db.count("write_audit WHERE reason = 'outbox_flush_success'").await, 2);
+    assert_eq!(db.count("write_audit WHERE reason = 'outbox_flush_dedup_hit'").await, 4);
     for (n, id) in ids.iter().enumerate() {
         let shown = db.show(*id).await;
         let reference = if n % 2 == 0 { "ref t" } else { "ref u" };

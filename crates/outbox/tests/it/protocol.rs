@@ -7,7 +7,7 @@ use std::time::Duration;
 use postrider::clock::Tick;
 use postrider::error::{Error, Kind};
 use postrider::observe::{Observer, Told};
-use postrider::outcome::{FlushCode, LeaseState, Outcome, Settled, Verdict};
+use postrider::outcome::{FlushCode, LeaseState, Outcome, Reach, Settled, Verdict};
 use postrider::store::{Claimed, From, Mode, Requeued, Retried, Status, transact};
 use postrider::tx::Dialect;
 use postrider::worker::core::{Command, Core, Event, LaneSettings, Settings};
@@ -22,6 +22,7 @@ on_every_store! {
     nothing_is_open_while_a_message_is_delivered,
     a_claim_sets_holder_and_times,
     a_claim_that_fails_leaves_everything_as_it_was,
+    a_claim_that_fails_after_its_update_takes_it_back,
     a_row_whose_update_does_not_take_is_not_claimed,
     ack_sent_ends_a_message_and_clears_its_lock,
     fail_retry_counts_and_waits_as_it_was_told,
@@ -194,6 +195,37 @@ async fn a_claim_that_fails_leaves_everything_as_it_was(db: Database) {
     assert_eq!(claimed, ids.iter().map(|id| (*id, 1)).collect::<Vec<_>>(), "no lock and no token was left behind");
 }
 
+/// What a takeover writes into the history comes after the update of its row.
+async fn a_claim_that_fails_after_its_update_takes_it_back(db: Database) {
+    let id = db.put("a", "x").await;
+    db.claim_one("a", "gone").await;
+    db.advance(secs(100));
+    let (before, row) = (db.show(id).await, "SELECT locked_by, lease_token, updated_at, crashes FROM outbox");
+    let row_before = db.sql(row).await;
+    let mut session = db.raw().await;
+    let (broken, mended) = match db.dialect {
+        Dialect::Sqlite => (
+            "CREATE TRIGGER guard BEFORE INSERT ON outbox_attempts BEGIN SELECT RAISE(ABORT, 'not now'); END",
+            "DROP TRIGGER guard",
+        ),
+        Dialect::Postgres => (
+            "CREATE FUNCTION guard() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not now'; END $$;
+             CREATE TRIGGER guard BEFORE INSERT ON outbox_attempts FOR EACH ROW EXECUTE FUNCTION guard()",
+            "DROP TRIGGER guard ON outbox_attempts",
+        ),
+        Dialect::Mysql => (
+            "CREATE TRIGGER guard BEFORE INSERT ON outbox_attempts FOR EACH ROW SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'not now'",
+            "DROP TRIGGER guard",
+        ),
+    };
+    session.run(broken).await.unwrap();
+    db.outbox.store().claim(&claim_of("a", "w", 1, secs(60), From::Mark(None))).await.unwrap_err();
+    assert_eq!(db.show(id).await, before, "token 1, still in the name of who is gone");
+    assert_eq!(format!("{:?}", db.sql(row).await), format!("{row_before:?}"));
+    session.run(mended).await.unwrap();
+    assert_eq!(db.claim_one("a", "w").await.lease_token, 2);
+}
+
 async fn a_row_whose_update_does_not_take_is_not_claimed(db: Database) {
     if db.dialect == Dialect::Mysql {
         return; // no trigger of its can pass a row over in silence
@@ -203,9 +235,14 @@ async fn a_row_whose_update_does_not_take_is_not_claimed(db: Database) {
     let mut session = db.raw().await;
     session.run(&broken).await.unwrap();
     let claim = claim_of("a", "w", 3, secs(60), From::Mark(None));
-    // Either nothing is claimed, or exactly what was updated: never a row that still belongs to nobody.
-    let claimed = db.outbox.store().claim(&claim).await.map(|claimed| claimed.messages).unwrap_or_default();
-    assert!(claimed.iter().all(|m| m.id != ids[1]), "{claimed:?}");
+    // Never a row that still belongs to nobody: SQLite refuses the lot, PostgreSQL leaves it out.
+    let claimed = db.outbox.store().claim(&claim).await.map(|claimed| claimed.messages);
+    let claimed = match db.dialect {
+        Dialect::Sqlite => claimed.map_or(vec![], |claimed| panic!("{claimed:?}")),
+        _ => claimed.unwrap(),
+    };
+    let wanted: &[i64] = if db.dialect == Dialect::Sqlite { &[] } else { &[ids[0], ids[2]] };
+    assert_eq!(claimed.iter().map(|m| m.id).collect::<Vec<_>>(), wanted);
     assert_eq!(db.count("outbox WHERE locked_by = 'w'").await, claimed.len() as i64);
     assert_eq!(db.count(&format!("outbox WHERE id = {} AND lease_token = 0", ids[1])).await, 1);
     session.run(mended).await.unwrap();
@@ -259,8 +296,9 @@ async fn mark_dead_ends_a_message_with_its_reason(db: Database) {
     let mark = async |owner: &str| db.outbox.mark_dead("memory", owner, lease, "BAD", "no such space").await.unwrap();
     assert_eq!(mark("other").await, Settled::LeaseLost);
     assert_eq!(mark("w").await, Settled::Applied);
-    let (status, _, locked_by, last_error) = memory(&db).await;
+    let (status, retries, locked_by, last_error) = memory(&db).await;
     assert_eq!((status.as_str(), locked_by, last_error.as_deref()), ("dead", None, Some("no such space")));
+    assert_eq!(retries, 1, "the last failure is counted, too");
     assert_eq!(mark("w").await, Settled::LeaseLost, "what is dead stays dead");
     assert_eq!(db.count("outbox_done").await, 1);
 }
@@ -588,11 +626,64 @@ fn what_the_database_did_not_record_in_time_is_told_by_its_code() {
     let mut core = core_at_work();
     core.observe(heard.clone());
     core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
-    for (second, kind) in [(3, Kind::Timeout), (13, Kind::Unreachable)] {
-        let commands = core.step(at(second));
-        let settle = |command: &Command| if let Command::Settle { op, .. } = command { Some(*op) } else { None };
-        let op = commands.iter().find_map(settle).expect("a settle");
-        core.handle(at(second), Event::Settled { op, result: Err(Error::new(kind, "away")) });
+    let settle = |commands: Vec<Command>| {
+        let settle = commands.into_iter().find_map(|command| match command {
+            Command::Settle { op, entries, .. } => Some((op, entries[0].trouble)),
+            _ => None,
+        });
+        settle.expect("a settle")
+    };
+    let away = |kind| Err(Error::new(kind, "away"));
+    let mut told = Vec::new();
+    for (second, result) in [
+        (3, away(Kind::Timeout)),
+        (13, away(Kind::Unreachable)),
+        (23, Ok(vec![Settled::Refused])),
+        (33, away(Kind::Timeout)),
+    ] {
+        let (op, trouble) = settle(core.step(at(second)));
+        told.push(trouble);
+        core.handle(at(second), Event::Settled { op, result });
     }
-    assert_eq!(*heard.0.lock().unwrap(), [(FlushCode::DbTimeout, 1), (FlushCode::DbError, 1)]);
+    let (late, wrong) = (FlushCode::DbTimeout, FlushCode::DbError);
+    assert_eq!(*heard.0.lock().unwrap(), [(late, 1), (wrong, 1), (wrong, 1), (late, 1)]);
+    assert_eq!(told, [None, Some(late), Some(wrong), Some(wrong)], "what the next settle has to audit");
+}
+
+#[test]
+fn a_refused_outcome_is_audited_by_the_next_settle() {
+    let mut core = core_at_work();
+    core.handle(at(2), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+    let trouble = |commands: &[Command]| {
+        commands.iter().find_map(|command| match command {
+            Command::Settle { op, entries, .. } => Some((*op, entries[0].trouble)),
+            _ => None,
+        })
+    };
+    let (op, before) = trouble(&core.step(at(3))).expect("a settle");
+    assert_eq!(before, None);
+    core.handle(at(3), Event::Settled { op, result: Ok(vec![Settled::Refused]) });
+    assert_eq!(trouble(&core.step(at(13))).expect("another").1, Some(FlushCode::DbError));
+}
+
+#[test]
+fn failures_wait_the_lanes_backoff_each_with_a_chance_of_its_own() {
+    let mut core = core_that_claimed(40, (1..=40).map(message).collect());
+    assert_eq!(begun(&core.step(at(1))).len(), 40);
+    for id in 1..=40 {
+        let outcome = Outcome::retry("HTTP_503", "busy", Reach::Answered);
+        core.handle(at(2), Event::Delivered { id, outcome, begun: false });
+    }
+    let mut waits = Vec::new();
+    for command in core.step(at(3)) {
+        let Command::Settle { entries, .. } = command else { continue };
+        for entry in entries {
+            let Verdict::Retry { delay, .. } = entry.verdict else { panic!("a retry: {entry:?}") };
+            waits.push(delay.as_secs());
+        }
+    }
+    // The first wait of a lane: a minute doubled for the first failure, a third more or less.
+    assert!(waits.len() == 40 && waits.iter().all(|wait| (84..=156).contains(wait)), "{waits:?}");
+    let different: std::collections::HashSet<u64> = waits.iter().copied().collect();
+    assert!(different.len() > 10, "not all at the same moment: {waits:?}");
 }

@@ -71,7 +71,8 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         let idle = [Some(reap(&parts.orders)), consume(config, &outbox, &parts)];
         Some((tokio::spawn(worker.run(stopping(stopped.clone()))), [orchestrator, calling], idle))
     } else {
-        tracing::warn!("no workers here: messages are taken in and delivered by other processes");
+        let why = if config.enabled { "--no-workers" } else { "switched off by OUTBOX_ENABLED or [outbox] enabled" };
+        tracing::warn!("no workers here ({why}): messages are taken in and delivered by other processes");
         None
     };
     // The breaker of this process needs looking after, whoever delivers.

@@ -386,8 +386,40 @@ fn no_key_takes_a_value_of_another_kind() {
 }
 
 #[test]
+fn the_variables_reach_the_lane_of_orders_too() {
+    let variables = [
+        ("OUTBOX_CONCURRENCY", "2"),
+        ("OUTBOX_BATCH", "7"),
+        ("OUTBOX_LOCK_LEASE_SEC", "30"),
+        ("OUTBOX_MAX_ATTEMPTS", "3"),
+        ("OUTBOX_BACKOFF_SEC", "1,2"),
+        ("OUTBOX_POLL_INTERVAL_SEC", "0.1"),
+    ];
+    let config = with_environment("", &variables);
+    let lane = &config.lanes["orders"].settings;
+    assert_eq!((lane.concurrency, lane.batch, lane.lease), (2, 7, Duration::from_secs(30)));
+    assert_eq!((lane.poll, lane.budgets.max_attempts), (Duration::from_millis(100), 3));
+    assert_eq!(lane.budgets.backoff, Backoff::Table(vec![Duration::from_secs(1), Duration::from_secs(2)]));
+    assert_eq!(config.orders.settings.max_attempts, 3);
+}
+
+#[test]
+fn each_capability_is_skipped_by_its_own_name() {
+    use postrider_memories::gate::{SkipSource, Skips};
+    for name in crate::gate::CAPABILITIES {
+        let by = |source| Skips::from([(name.to_owned(), source)]);
+        assert_eq!(config(&format!("[gate]\nskip_{name} = true\n")).gate.skips, by(SkipSource::File));
+        let variable = format!("GATEWAY_SKIP_{}", name.to_ascii_uppercase());
+        assert_eq!(with_environment("", &[(&variable, "1")]).gate.skips, by(SkipSource::Environment));
+    }
+}
+
+#[test]
 fn memory_is_worked_as_its_protocol_says() {
-    let lane = &config("[memory]\nurl = \"http://127.0.0.1:1\"\n").lanes["memory"].settings;
+    let memory = config("[memory]\nurl = \"http://127.0.0.1:1\"\n");
+    let memory = &memory.lanes["memory"];
+    assert!(memory.rules.dedup && memory.rules.audit, "looked up before a delivery, and audited");
+    let lane = &memory.settings;
     assert_eq!((lane.batch, lane.lease, lane.budgets.max_attempts), (10, Duration::from_secs(120), 5));
     let (base, max) = (Duration::from_secs(60), Duration::from_secs(3600));
     assert_eq!(lane.budgets.backoff, Backoff::Exponential { base, max, jitter: 0.3 });

@@ -11,6 +11,7 @@ use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, Que
 use axum::extract::{Extension, Path, Query, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use postrider::message::{check_lane_name, hex, sha256};
+use postrider::outcome::in_our_words;
 use postrider::store::{Attempt, Filter, History, Requeued, Retried, Shown, Status};
 use postrider::{Enqueued, Entry, NewMessage, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,7 @@ use super::auth::Caller;
 use super::error::{ErrorBody, Refusal};
 use super::request::{cursor, first, header, id_of, listing, page_of, seen, unquoted};
 use crate::config::values::parse_duration;
+use crate::tokens::Scope;
 
 const MOST_OF_A_BATCH: usize = 1000;
 
@@ -276,6 +278,7 @@ pub struct MessageView {
     content_type: Option<String>,
     result_ref: Option<String>,
     last_error_code: Option<String>,
+    /// What the destination said is told to those who have the scope `payload`.
     last_error: Option<String>,
     correlation_id: Option<String>,
     created_at: String,
@@ -426,13 +429,29 @@ pub async fn list(
     let filter = Filter { lane, status, before, key, target, limit };
     let list = |before, limit| app.outbox.list(Filter { before, limit, ..filter.clone() });
     let page = seen((before, limit), list, |m: &Shown| caller.sees_message(&m.lane, m.target.as_deref())).await?;
-    let items = page.items.into_iter().map(MessageView::from).collect();
+    let view = |mut message: Shown| {
+        keep_from(&caller, &mut message.last_error);
+        MessageView::from(message)
+    };
+    let items = page.items.into_iter().map(view).collect();
     Ok(Json(MessageList { items, next_cursor: cursor(page.next) }))
 }
 
 async fn find(app: &App, caller: &Caller, id: i64) -> Result<(Shown, History), Refusal> {
     let found = app.outbox.show(id).await?.filter(|(m, _)| caller.sees_message(&m.lane, m.target.as_deref()));
-    found.ok_or_else(|| Refusal::not_found(format!("there is no message {id}")))
+    let (mut message, mut history) = found.ok_or_else(|| Refusal::not_found(format!("there is no message {id}")))?;
+    keep_from(caller, &mut message.last_error);
+    history.attempts.iter_mut().for_each(|attempt| keep_from(caller, &mut attempt.error));
+    Ok((message, history))
+}
+
+/// What a destination said may repeat what was sent: it is for those who may see payloads.
+fn keep_from(caller: &Caller, error: &mut Option<String>) {
+    if caller.may(Scope::Payload).is_err()
+        && let Some(error) = error
+    {
+        error.truncate(in_our_words(error).len());
+    }
 }
 
 /// Show a message and its history

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use crate::api::{Response, Server};
 use crate::home::{Home, wait_until};
 use crate::memory::{OpenMemory, on_every_database};
+use crate::receiver::Receiver;
 
 /// How a route keeps a token to its lanes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -604,6 +605,37 @@ fn a_subscriptions_url_is_short_for_those_who_only_read() {
     }
     for path in ["/v1/sagas", "/v1/events", "/v1/dead-letters", "/v1/overview"] {
         assert!(!world.get(&reader, path).answered(200).body.contains("canary-path"), "{path}");
+    }
+}
+
+/// A destination may repeat what it was sent, in whatever spelling: what it said is for those who may see payloads.
+#[test]
+fn what_a_destination_said_is_for_those_who_may_see_payloads() {
+    let echo = Receiver::answering(|_| (422, "no such card \\u0034111".to_owned()));
+    let home = Home::sqlite();
+    let lane = format!("[lane.cards]\ncourier = \"http\"\nurl = \"{}\"\nmax_attempts = 1\n", echo.url);
+    home.write("postrider.toml", &format!("[auth]\nmode = \"always\"\n{lane}"));
+    home.run(&["migrate"]).done();
+    let id = home.enqueue(&["cards", "--payload", "4111", "--json"]);
+    home.run(&["worker", "--once", "--lane", "cards"]).ended(1);
+    let token = |scopes: &str| {
+        let made = home.run(&["token", "create", "--json", "--scope", scopes]).done().json();
+        format!("Bearer {}", made["token"].as_str().unwrap())
+    };
+    let (reader, trusted) = (token("read"), token("read,payload"));
+    let server = Server::start(&home, &["--no-workers"]);
+    let get = |token: &str, path: &str| {
+        server.request("GET", path, &[("authorization", token)], b"").answered(200).body.clone()
+    };
+    for path in [format!("/v1/outbox/{id}"), "/v1/outbox?status=dead".to_owned()] {
+        let (ours, whole) = (get(&reader, &path), get(&trusted, &path));
+        assert!(ours.contains("422") && !ours.contains("no such card"), "{path}: {ours}");
+        assert!(whole.contains("422") && whole.contains("no such card"), "{path}: {whole}");
+    }
+    // Nothing else that a reader may ask repeats it either.
+    for path in ["/v1/overview", "/metrics", "/v1/lanes", "/v1/doctor"] {
+        let answer = server.request("GET", path, &[("authorization", &*reader)], b"");
+        assert!(!answer.body.contains("no such card"), "{path}: {}", answer.body);
     }
 }
 

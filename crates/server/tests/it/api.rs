@@ -40,6 +40,7 @@ impl Response {
         assert_eq!(error["code"], code, "{self:#?}");
         assert!(error["message"].as_str().is_some_and(|m| !m.is_empty()) && error["details"].is_object(), "{self:#?}");
         assert!(self.header("x-correlation-id").is_some(), "{self:#?}");
+        assert_eq!(self.json()["correlation_id"].as_str(), self.header("x-correlation-id"), "{self:#?}");
         error
     }
 

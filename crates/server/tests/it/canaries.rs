@@ -319,7 +319,9 @@ otlp_endpoint = \"{}\"
     hear("POST", "/v1/subscriptions/1/test", Value::Null, &[]).answered(200);
 
     // A broker that refuses, and an OpenMemory that does not know us.
-    let order = json!({ "instrument": "ACME", "side": "BUY", "qty": 1, "price": 2, "time_in_force": "IOC" });
+    let order = json!({
+        "instrument": "ACME", "side": "BUY", "qty": 1, "price": 2, "time_in_force": "IOC", "tags": ["canary-order-tag"],
+    });
     hear("POST", "/do/order", order.clone(), &[("Idempotency-Key", "canary-order-key")]).answered(201);
     hear("POST", "/do/order", json!({ "side": "canary-side" }), &[("Idempotency-Key", "canary-order-key")]);
     let mut other = order.clone();

@@ -63,6 +63,14 @@ fn the_printed_request_is_deferred_with_all_that_was_promised() {
         assert_eq!(evidence["outbox_id"], json!(id), "an integer, as in the answer: {evidence}");
         assert_eq!(evidence["extra"]["correlation_id"], answer["correlation_id"], "{evidence}");
 
+        if matches!(home.database, Database::Postgres { .. }) {
+            let row = home.rows(
+                "SELECT action, reason, evidence_refs_json->>'outbox_id', evidence_refs_json#>>'{extra,correlation_id}'
+                 FROM governance.write_audit",
+            );
+            assert_eq!(row, [["redirect", &why, &id.to_string(), &header]]);
+        }
+
         let refs = json!(["mr://project/123"]);
         let body = json!({"payload_md": "with evidence", "target_space": "team:test", "evidence_refs": refs});
         let answer = post(&server, "/memory/store", &body).answered(202).json();

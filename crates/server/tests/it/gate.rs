@@ -30,6 +30,28 @@ fn health_tells_what_works() {
     });
 }
 
+/// Each capability by itself: what fails is named, and fails the gate while it is required.
+#[test]
+fn each_required_capability_fails_the_gate_by_itself() {
+    on_every_database(|home| {
+        let memory = OpenMemory::start(&home, &[]);
+        configured(&home, &memory, "");
+        let server = Server::start(&home, &["--no-workers"]);
+        server.get("/health").answered(200);
+        for (capability, table, column) in [("reconcile", "write_audit", "outbox_id"), ("outbox", "outbox", "due_at")] {
+            home.execute(&format!("ALTER TABLE {table} RENAME COLUMN {column} TO elsewhere"));
+            crate::home::wait_until("it is seen to fail", || {
+                server.get("/health").json()["capabilities"][capability] == "failed"
+            });
+            let health = server.get("/health").answered(503).json();
+            assert_eq!(health["reason"], format!("FULL mode: required capability {capability} failed"));
+            assert_eq!(server.get(&format!("/health?skip={capability}")).status, 200);
+            home.execute(&format!("ALTER TABLE {table} RENAME COLUMN elsewhere TO {column}"));
+            crate::home::wait_until("it is well again", || server.get("/health").status == 200);
+        }
+    });
+}
+
 /// A service so slow that a look at it takes longer than a request may: whoever asks is told so, in time.
 #[test]
 fn a_slow_openmemory_is_told_in_time() {
@@ -92,6 +114,8 @@ fn the_three_ways_to_skip_and_no_other() {
     let skipped = server.get("/health?skip=openmemory").answered(200).json();
     assert_eq!((&skipped["status"], &skipped["capabilities"]["openmemory"]), (&json!("degraded"), &json!("skipped")));
     assert_eq!(skipped["skipped_by"], json!({"openmemory": "request"}), "the answer names the source");
+    let both = server.get("/health?skip=openmemory,reconcile").answered(200).json();
+    assert_eq!(both["skipped_by"], json!({"openmemory": "request", "reconcile": "request"}));
     server.get("/health?skip=everything").refused(400, "INVALID_REQUEST");
     assert_deferred(&store(&server, "kept whatever the gate says", "team:a").answered(202).json());
     let (_, log) = server.stop();

@@ -155,7 +155,7 @@ fn a_lease_that_ran_out_is_counted_where_it_is_taken_over() {
 fn an_outcome_that_cannot_be_recorded_is_counted_and_logged() {
     for database in [Database::sqlite(), Database::postgres(), Database::mysql()] {
         let home = Home::on(database);
-        home.write("postrider.toml", "[lane.work]\ncourier = \"noop\"\npoll_interval_sec = 0.05\n");
+        home.write("postrider.toml", "[lane.work]\ncourier = \"noop\"\npoll_interval_sec = 0.05\naudit = true\n");
         home.run(&["migrate"]).done();
         let (broken, mended) = home.database.refuse("INSERT", "outbox_done");
         home.execute(&broken);
@@ -167,6 +167,8 @@ fn an_outcome_that_cannot_be_recorded_is_counted_and_logged() {
         assert!(value(&scrape(&address), name) >= 1.0);
         home.execute(&mended);
         wait_until("it is recorded", || home.stats("work")["sent"] == 1);
+        let audited = "SELECT COUNT(*) FROM write_audit WHERE reason = 'outbox_flush_db_error'";
+        assert_eq!(home.number(audited), 1, "the audit has it, too, once the database is back");
         let log = worker.stop();
         assert!(log.lines().any(|line| line.contains("outbox_flush_db_error") && line.contains("WARN")), "{log}");
     }

@@ -291,6 +291,40 @@ fn w_103_a_worker_dies_and_another_takes_over() {
     });
 }
 
+/// A broker that takes longer than three leases: the worker's own renewals keep the order its own.
+#[test]
+fn a_long_send_keeps_its_lease_by_renewing_it() {
+    on_every_database(|home| {
+        let paper = "[orders]\nadapter = \"paper\"\nlatency_ms = 3500\ntimeout_ms = 10000\n";
+        migrated(&home, &format!("{QUICK}{paper}"));
+        place_by_hand(&home, "k", &order("1", ""));
+        let _workers = [worker(&home), worker(&home)];
+        status_becomes(&home, "k", "succeeded");
+        let message = message(&home, "k");
+        assert_eq!((&message["lease_token"], &message["crashes"]), (&json!(1), &json!(0)), "{message}");
+        assert_eq!(home.number("SELECT COUNT(*) FROM paper_executions"), 1);
+    });
+}
+
+/// `POST /do/order` enqueues, also where nothing is worked on; and what is switched off is switched off in a server, too.
+#[test]
+fn an_order_placed_by_http_is_pending_while_nothing_is_claimed() {
+    on_every_database(|home| {
+        migrated(&home, QUICK);
+        let server = Server::start_with(&home, &[], &[("OUTBOX_ENABLED", "false")]);
+        let headers = [("content-type", "application/json"), ("idempotency-key", "k")];
+        server.post("/do/order", &headers, &order("1", "")).answered(201);
+        let row = || home.rows("SELECT status, COALESCE(locked_by, 'nobody'), attempts FROM outbox_orders").remove(0);
+        // A worker of this server would have looked by then.
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < Duration::from_secs(1) {
+            assert_eq!(row(), ["pending", "nobody", "0"]);
+        }
+        let (_, log) = server.stop();
+        assert!(log.contains("switched off"), "{log}");
+    });
+}
+
 #[test]
 fn w_104_given_up_and_brought_back() {
     on_every_database(|home| {

@@ -202,13 +202,20 @@ fn commits_become_memories_once_through_kills_and_outages() {
         // An outage defers the rest of it, and the cursor goes on.
         memory.stop();
         let made = home.run(&["scm", "consume", "--json"]).done().json();
-        assert!(made["deferred"].as_i64().unwrap() > 0, "{made}");
+        let deferred = made["deferred"].as_i64().unwrap();
+        assert!(deferred > 0, "{made}");
+        let why = "status = 'redirected' AND action = 'redirect' AND reason LIKE 'openmemory_write_failed:%'";
+        assert_eq!(home.number("SELECT COUNT(*) FROM outbox WHERE lane = 'memory'"), deferred, "by the usual way");
+        assert!(home.number(&format!("SELECT COUNT(*) FROM write_audit WHERE {why}")) >= deferred);
         assert_eq!(home.run(&["scm", "status", "--json"]).done().json()["items"][0]["unconsumed"], 0);
         // Meanwhile reading goes on: neither waits for the other.
         let more = history(commits + 1).split_off(history(commits).len());
         let more = String::from_utf8_lossy(&more).replace(&format!("from :{commits}"), "from refs/heads/main^0");
         run(&repo, &["git", "fast-import", "--quiet", "--force"], more.as_bytes());
+        let consumed = || home.text("SELECT value_json FROM kv WHERE namespace = 'gateway.consume'");
+        let before = consumed();
         assert_eq!(sync(&home, &["git", text(&repo)])["new"], 1);
+        assert_eq!(consumed(), before, "a sync leaves the consumer's cursor alone");
         assert_ne!(home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'"), watermark);
         let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
 
@@ -235,6 +242,7 @@ fn commits_become_memories_once_through_kills_and_outages() {
         let sha = home.text("SELECT sha FROM scm_git_commits ORDER BY id LIMIT 1 OFFSET 100");
         let replayed = home.run(&["scm", "consume", "--from", &sha, "--json"]).done().json();
         assert_eq!((&replayed["cards"], &replayed["known"]), (&json!(21), &json!(21)), "{replayed}");
+        assert_eq!(home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'"), watermark);
         assert_eq!(memory.contents().len(), commits + 1);
         let short = home.run(&["scm", "consume", "--from", &sha[..12], "--json"]).done().json();
         assert_eq!(short["cards"], 21, "the beginning of a sha is enough");
@@ -267,6 +275,25 @@ fn changes_are_known_by_their_digest() {
         std::fs::remove_dir(&objects).unwrap();
         std::fs::rename(repo.join("away"), &objects).unwrap();
         assert_eq!(home.run(&["scm", "materialize", "--json"]).done().json(), json!({"materialised": 2, "failed": 0}));
+    });
+}
+
+/// What was neither written nor queued is not passed by.
+#[test]
+fn the_cursor_waits_for_what_could_not_be_audited() {
+    on_every_database(|home| {
+        let memory = OpenMemory::start(&home, &["--keep-duplicates"]);
+        configured(&home, &memory, "");
+        let repo = imported(&home, "waits.git", &history(12));
+        home.run(&["migrate"]).done();
+        sync(&home, &["git", text(&repo)]);
+        let (break_it, mend_it) = home.database.refuse("INSERT", "write_audit");
+        home.execute(&break_it);
+        assert_ne!(home.run(&["scm", "consume"]).code, 0);
+        assert_eq!(home.number("SELECT COUNT(*) FROM kv WHERE namespace = 'gateway.consume'"), 0);
+        home.execute(&mend_it);
+        home.run(&["scm", "consume"]).done();
+        assert_eq!(memory.contents().len(), 12);
     });
 }
 
@@ -349,6 +376,7 @@ fn strict_and_best_effort(home: Home) {
     assert_eq!((&effort["new"], &effort["skipped"]), (&json!(29), &json!(1)), "{effort}");
     assert_eq!(home.number("SELECT COUNT(*) FROM logbook_events WHERE event_type = 'scm_record_skipped'"), 1);
     assert_eq!(home.number("SELECT COUNT(*) FROM write_audit"), 0, "errors of reading are the logbook's");
+    assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), 0);
     home.run(&["scm", "sync", "git", "/no/such/place"]).refused(2, &["/no/such/place"]);
     home.run(&["scm", "sync", "git", text(&home.path("."))]).refused(2, &["git"]);
 }
@@ -392,6 +420,15 @@ fn subversion_is_read_revision_by_revision() {
         assert_eq!(keys, [("gateway.consume", "scm_consume:1"), ("scm.sync", "svn_cursor:1")]);
         let watermark = home.text("SELECT value_json FROM kv WHERE namespace = 'scm.sync'");
         assert_eq!(serde_json::from_str::<Value>(&watermark).unwrap(), json!({"last_rev": 6}));
+        if matches!(home.database, Database::Postgres { .. }) {
+            assert_eq!(home.number("SELECT COUNT(*) FROM scm.svn_revisions"), 6);
+            let cursor = "namespace = 'scm.sync' AND key = 'svn_cursor:1'";
+            assert_eq!(home.text(&format!("SELECT value_json->>'last_rev' FROM logbook.kv WHERE {cursor}")), "6");
+            assert_eq!(home.text("SELECT key FROM logbook.kv WHERE namespace = 'gateway.consume'"), "scm_consume:1");
+        }
+        commit(7);
+        assert_eq!(sync(&home, &["svn", &url])["new"], 1);
+        let audited = home.number("SELECT COUNT(*) FROM write_audit");
         // Nobody is there: three more tries, an error, and the watermark where it was.
         let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let away = home.run(&["scm", "sync", "svn", &format!("svn://{nobody}/repo")]);
@@ -399,6 +436,14 @@ fn subversion_is_read_revision_by_revision() {
         assert_eq!(away.stderr.matches("the network failed").count(), 3, "{away:?}");
         assert_eq!(home.number("SELECT COUNT(*) FROM kv WHERE namespace = 'scm.sync'"), 1);
         assert_eq!(home.number("SELECT COUNT(*) FROM logbook_events WHERE event_type = 'scm_sync_failed'"), 1);
+        if matches!(home.database, Database::Postgres { .. }) {
+            assert_eq!(home.number("SELECT COUNT(*) FROM logbook.events WHERE event_type = 'scm_sync_failed'"), 1);
+        }
+        // The gateway hears nothing of it, and what was read before goes on.
+        assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), 0);
+        assert_eq!(home.number("SELECT COUNT(*) FROM write_audit"), audited);
+        home.run(&["scm", "consume"]).done();
+        assert_eq!(memory.contents().len(), 7);
         home.run(&["scm", "sync", "svn", "ftp://x"]).refused(2, &["svn://host/repo"]);
     });
 }

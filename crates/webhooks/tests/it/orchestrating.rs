@@ -9,6 +9,7 @@ use crate::receiver::{Receiver, status_line};
 
 on_every_store!(
     a_result_that_comes_twice_changes_nothing,
+    a_late_copy_of_a_result_is_not_taken_for_the_next,
     the_dead_come_back_as_a_new_generation,
     ended_sagas_events_and_attempts_refuse_raw_sql,
     one_live_job_per_saga,
@@ -52,6 +53,68 @@ async fn a_result_that_comes_twice_changes_nothing(home: Home) {
         assert_eq!(home.count("subscription_gates WHERE failures = 1").await, 1, "nor does it speak of its receiver");
     }
     assert_eq!(home.count("dead_letters").await, 0);
+}
+
+/// What is heard of an attempt again, while the next one is under way or the saga has ended.
+async fn a_late_copy_of_a_result_is_not_taken_for_the_next(home: Home) {
+    let receiver = Receiver::with_status(500).await;
+    home.subscribe_with(&receiver.url, &["*"], |s| s.retry_schedule_sec = Some(vec![3600.0])).await;
+    let (_, sagas) = home.publish("a", "x").await;
+    let working = home.work();
+    home.ends(sagas[0], "PendingRetry").await;
+    working.end().await;
+    let now = if home.url.starts_with("sqlite") { "1" } else { "CURRENT_TIMESTAMP" };
+    let told = async |job: i64, saga: i64, attempt: i64, success: i64| {
+        let columns = "job_id, saga_id, attempt, success, error_code, at";
+        let row = format!("({job}, {saga}, {attempt}, {success}, 'HTTP_418', {now})");
+        home.rows(&format!("INSERT INTO webhook_results ({columns}) VALUES {row}")).await;
+    };
+    let first = home.rows("SELECT job_id FROM webhook_attempts").await[0].int(0).unwrap();
+    let whole = "SELECT * FROM webhook_delivery_sagas ORDER BY id";
+    let jobs = "outbox WHERE lane = 'webhooks'";
+    // The second job is under way, and nobody works on it.
+    home.rows("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at").await;
+    home.webhooks.pass().await.unwrap();
+    assert_eq!((home.status(sagas[0]).await.as_str(), home.count(jobs).await), ("InProgress", 1));
+    let before = home.rows(whole).await;
+    for success in [0, 1] {
+        told(first, sagas[0], 1, success).await;
+        home.webhooks.pass().await.unwrap();
+        assert_eq!(home.rows(whole).await, before, "a copy of the first, success {success}");
+        assert_eq!((home.count("webhook_results").await, home.count(jobs).await), (0, 1));
+    }
+    // Two results of one attempt, met together: the first one counts.
+    home.rows("DELETE FROM outbox WHERE lane = 'webhooks'").await;
+    told(900_001, sagas[0], 2, 0).await;
+    told(900_002, sagas[0], 2, 1).await;
+    home.webhooks.pass().await.unwrap();
+    let (saga, ..) = home.webhooks.saga(sagas[0]).await.unwrap().unwrap();
+    assert_eq!((saga.status.as_str(), saga.attempt_count), ("PendingRetry", 2));
+    assert_eq!(home.count("webhook_results").await, 0);
+    // And of what has ended, either way.
+    home.rows("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at").await;
+    home.webhooks.pass().await.unwrap();
+    told(900_003, sagas[0], 3, 0).await;
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.status(sagas[0]).await, "DeadLettered");
+    home.rows("DELETE FROM outbox WHERE lane = 'webhooks'").await;
+    let (_, others) = home.publish("a", "y").await;
+    home.rows("DELETE FROM outbox WHERE lane = 'webhooks'").await;
+    told(900_004, others[0], 1, 1).await;
+    home.webhooks.pass().await.unwrap();
+    assert_eq!(home.status(others[0]).await, "Completed");
+    let before = home.rows(whole).await;
+    for (job, saga, attempt) in
+        [(900_005, sagas[0], 3), (900_006, sagas[0], 4), (900_007, others[0], 1), (900_008, others[0], 2)]
+    {
+        for success in [0, 1] {
+            told(job, saga, attempt, success).await;
+            home.webhooks.pass().await.unwrap();
+            assert_eq!(home.rows(whole).await, before, "attempt {attempt} of {saga}, success {success}");
+            assert_eq!(home.count("webhook_results").await, 0);
+        }
+    }
+    assert_eq!(home.count("dead_letters").await, 1);
 }
 
 async fn the_dead_come_back_as_a_new_generation(home: Home) {
@@ -114,6 +177,7 @@ async fn ended_sagas_events_and_attempts_refuse_raw_sql(home: Home) {
         home.webhooks.pass().await.unwrap();
     }
     assert_eq!(home.rows(&whole).await, before, "nor by us: updated_at is when it was completed");
+    assert_eq!(home.count("outbox WHERE lane = 'webhooks'").await, 0, "and nobody gives it another job");
     assert_eq!(home.status(saga).await, "Completed");
     assert_eq!(home.count("events WHERE event_type = 'a'").await, 1);
 }

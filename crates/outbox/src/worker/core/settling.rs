@@ -120,6 +120,7 @@ impl Core {
                         "its outcome could not be recorded; it will be tried again"
                     );
                     self.observer.unrecorded(name, outcome, 1);
+                    entry.trouble = Some(outcome);
                     lane.settle_trouble.again(now, chance);
                     lane.add_verdict(entry, now);
                     continue;
