@@ -59,9 +59,9 @@ bench-against: ## Measure this against another revision, in turns: REV=main BENC
 	@REV='$(REV)' BENCH='$(BENCH)' PAIRS='$(PAIRS)' DATABASE='$(DATABASE)' MESSAGES='$(MESSAGES)' scripts/bench-against.sh
 
 .PHONY: simulate
-simulate: ## Run the simulator over SEEDS=1000 seeds from FIRST=0 on, for at most LIMIT_SEC; STORY=seed tells what happens in one
+simulate: ## Run the simulator over SEEDS=1000 seeds from FIRST=0 on, or EVERY so many of them, for at most LIMIT_SEC; STORY=seed tells what happens in one
 	cargo build --locked --release -p simulator
-	target/release/simulate $(if $(STORY),--story $(STORY),--first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000) $(if $(LIMIT_SEC),--seconds $(LIMIT_SEC)))
+	target/release/simulate $(if $(STORY),--story $(STORY),--first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000) $(if $(EVERY),--every $(EVERY)) $(if $(LIMIT_SEC),--seconds $(LIMIT_SEC)))
 
 .PHONY: mutants
 mutants: ## Plant every seeded bug in a copy of the tree and see its test find it; MUTANTS="name…" only those
