@@ -63,6 +63,10 @@ simulate: ## Run the simulator over SEEDS=1000 seeds from FIRST=0 on, or EVERY s
 	cargo build --locked --release -p simulator
 	target/release/simulate $(if $(STORY),--story $(STORY),--first $(or $(FIRST),0) --seeds $(or $(SEEDS),1000) $(if $(EVERY),--every $(EVERY)) $(if $(LIMIT_SEC),--seconds $(LIMIT_SEC)))
 
+.PHONY: models
+models: ## Look through every order of claims, settles, losses and crashes, one tick further than the tests do
+	POSTRIDER_MODELS=1 cargo test --locked -p models -- --nocapture
+
 .PHONY: mutants
 mutants: ## Plant every seeded bug in a copy of the tree and see its test find it; MUTANTS="name…" only those
 	$(WITH_DATABASES) cargo run --locked -q -p proving --bin mutants -- $(MUTANTS)
