@@ -77,7 +77,8 @@ mutants-some: ## Three of the seeded bugs, chosen by the commit
 
 .PHONY: cargo-mutants
 cargo-mutants: $(CARGO_MUTANTS) ## Change the pure functions in every way cargo-mutants knows; FILES="crates/outbox/src/lease.rs …" only those
-	CARGO_TARGET_DIR=$(CURDIR)/target/mutants/target $(CARGO_MUTANTS) mutants --output target $(foreach file,$(FILES),--file $(file))
+	CARGO_TARGET_DIR=$(CURDIR)/target/mutants/target $(CARGO_MUTANTS) mutants --workspace --output target \
+		$(if $(FILES),--no-config --all-features --cargo-arg=--locked --cargo-test-arg=--lib --exclude-re 'impl (std::fmt::)?(Debug|Display) for' $(foreach file,$(FILES),--file $(file)))
 
 .PHONY: sweep
 sweep: ## Do every wrong to every message between us and a database, and see whether answers stay honest; ONLY=word for some
@@ -108,7 +109,7 @@ scm-million: ## Read a Git history of a million commits, and see that memory doe
 	cargo test --locked -p postrider-server --test it -- --ignored bounded_memory --nocapture
 
 .PHONY: ci
-ci: lint test api receivers mcp ## Everything CI runs
+ci: lint test sweep-some mutants-some api receivers mcp ## Everything CI runs
 	VERIFY_FULL=1 $(MAKE) verify-unified
 	$(MAKE) demo
 	$(MAKE) packaging

@@ -27,3 +27,4 @@ mod schema;
 mod settling;
 mod sql_docs;
 mod sqlite_rollback;
+mod troubles;
