@@ -103,6 +103,12 @@ http-load: ## See what 10,000 idle connections, clients that never read and nons
 	cargo build --locked --release
 	cargo run --locked -q -p proving --bin http-load -- target/release/postrider $(if $(CONNECTIONS),--connections $(CONNECTIONS) --only-try)
 
+.PHONY: kill-loop
+kill-loop: ## Kill workers KILLS=1000 times on each database, and judge what they leave by the receiver's book
+	$(BUILD)
+	POSTRIDER_KILLS=$(or $(KILLS),1000) $(WITH_DATABASES) \
+		cargo test --locked -p postrider-server --all-features --test it kill_loop:: -- --nocapture --test-threads=1
+
 .PHONY: scm-million
 scm-million: ## Read a Git history of a million commits, and see that memory does not grow with it
 	cargo build --locked --release

@@ -94,7 +94,9 @@ async fn row_20_callers_who_lock_crosswise_all_get_an_answer(db: Database) {
                 let key = if db.dialect == Dialect::Mysql { "`key`" } else { "key" };
                 let take = |name: &str| {
                     let expires = if db.dialect == Dialect::Mysql { "UTC_TIMESTAMP(6)" } else { "now()" };
-                    format!("INSERT INTO outbox_keys (lane, {key}, outbox_id, digest, expires_at) VALUES ('a', '{name}', 0, 'x', {expires})")
+                    format!(
+                        "INSERT INTO outbox_keys (lane, {key}, outbox_id, digest, expires_at) VALUES ('a', '{name}', 0, 'x', {expires})"
+                    )
                 };
                 let mut session = db.raw().await;
                 session.run("BEGIN").await.unwrap();
@@ -118,7 +120,11 @@ async fn row_20_callers_who_lock_crosswise_all_get_an_answer(db: Database) {
             let again = db.enqueue(message(key)).await;
             assert!(matches!(again.outcome, Enqueued::Exists | Enqueued::Created), "{again:?}");
         }
-        assert_eq!(db.count("outbox").await, 2 * (round + 1), "one message for each key, however often it was asked for");
+        assert_eq!(
+            db.count("outbox").await,
+            2 * (round + 1),
+            "one message for each key, however often it was asked for"
+        );
         assert_eq!(db.count("outbox_keys WHERE outbox_id = 0").await, 0);
     }
 }

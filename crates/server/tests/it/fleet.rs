@@ -21,17 +21,17 @@ const LEASE: Duration = Duration::from_secs(4);
 const SUSPECTS_TAKE_THEIR_TIME: Duration = Duration::from_secs(180);
 
 /// A fleet fills the machine; two at a time would measure the scheduler.
-static ONE_FLEET: Mutex<()> = Mutex::new(());
+pub static ONE_FLEET: Mutex<()> = Mutex::new(());
 
-fn lanes() -> Lanes {
+pub fn lanes() -> Lanes {
     Lanes::new().with("fleet", LaneRules::default())
 }
 
-fn url(home: &Home) -> String {
+pub fn url(home: &Home) -> String {
     home.database.url().map_or_else(|| format!("sqlite://{}", home.path("postrider.db").display()), str::to_owned)
 }
 
-fn prepare(home: &Home, receiver: &Receiver, more: &str) {
+pub fn prepare(home: &Home, receiver: &Receiver, more: &str) {
     let lane = format!("[lane.fleet]\ncourier = \"http\"\nurl = \"{}\"\n{more}", receiver.url());
     home.write("postrider.toml", &lane).run(&["migrate"]).done();
 }
@@ -44,7 +44,7 @@ fn ended(runtime: &Runtime, home: &Home) -> HashMap<i64, Shown> {
     page.items.into_iter().map(|shown| (shown.id, shown)).collect()
 }
 
-fn live(home: &Home) -> u64 {
+pub fn live(home: &Home) -> u64 {
     let stats = home.stats("fleet");
     stats["pending"].as_u64().unwrap() + stats["leased"].as_u64().unwrap()
 }

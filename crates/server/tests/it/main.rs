@@ -20,6 +20,7 @@ mod fleet;
 mod gate;
 mod guarding;
 mod home;
+mod kill_loop;
 mod looking;
 mod mcp_edges;
 mod memory;
