@@ -78,7 +78,7 @@ mutants-some: ## Three of the seeded bugs, chosen by the commit
 .PHONY: cargo-mutants
 cargo-mutants: $(CARGO_MUTANTS) ## Change the pure functions in every way cargo-mutants knows; FILES="crates/outbox/src/lease.rs …" only those
 	CARGO_TARGET_DIR=$(CURDIR)/target/mutants/target $(CARGO_MUTANTS) mutants --workspace --output target \
-		$(if $(FILES),--no-config --all-features --cargo-arg=--locked --cargo-test-arg=--lib --exclude-re 'impl (std::fmt::)?(Debug|Display) for' $(foreach file,$(FILES),--file $(file)))
+		$(if $(FILES),--no-config --all-features --cargo-arg=--locked --cargo-arg=--lib --exclude-re 'impl (std::fmt::)?(Debug|Display) for' $(foreach file,$(FILES),--file $(file)))
 
 .PHONY: sweep
 sweep: ## Do every wrong to every message between us and a database, and see whether answers stay honest; ONLY=word for some
@@ -88,6 +88,10 @@ sweep: ## Do every wrong to every message between us and a database, and see whe
 .PHONY: sweep-some
 sweep-some: ## One fault of 23 of the sweep, on a machine with nothing else to do
 	$(WITH_DATABASES) cargo test --locked --workspace --all-features --test it -- --ignored sweep:: --test-threads=1
+
+.PHONY: databases
+databases: ## Run the suites on other releases, brought along: NAMES="postgres-13 postgres-18 mysql-9.7 mariadb-11.8"
+	scripts/databases.sh $(NAMES)
 
 .PHONY: packaging
 packaging: ## Check Dockerfile, compose file and systemd unit, and take their steps in an empty folder

@@ -7,12 +7,15 @@ use async_trait::async_trait;
 use crate::cold;
 use crate::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
 use crate::error::Result;
+use crate::lease::LAST_TOKEN;
 use crate::outbox::Outbox;
 use crate::store::{Mode, transact};
 use crate::time::Timestamp;
 use crate::tx::{Dialect, Row, Tx, Value};
 
 const PART: &str = "outbox";
+/// No lease lasts longer.
+const LONGEST_LEASE: Duration = Duration::from_secs(24 * 3600);
 
 static UNSERVED: Ailment = Ailment {
     check: Check::UnservedShard,
@@ -40,6 +43,27 @@ static UNREADABLE: Ailment = Ailment {
     part: PART,
     message: "rows whose due time is no time are never claimed",
     advice: "correct their due_at by hand: microseconds since 1970, as a whole number",
+};
+
+static UNNAMED_LANE: Ailment = Ailment {
+    check: Check::UnreadableRow,
+    part: PART,
+    message: "rows whose lane has a name that is no text belong to no lane",
+    advice: "correct their lane by hand, or delete them",
+};
+
+static LAST: Ailment = Ailment {
+    check: Check::UnreadableRow,
+    part: PART,
+    message: "rows whose lease token cannot rise any more are never claimed",
+    advice: "the table was edited by hand: lower lease_token to one above the highest in outbox_attempts",
+};
+
+static ENDLESS: Ailment = Ailment {
+    check: Check::WaitsInVain,
+    part: PART,
+    message: "messages are held under leases that end later than any worker's would",
+    advice: "set by hand, or by a clock that was wrong: `postrider outbox release ID` gives them back",
 };
 
 static TOKEN_FELL: Ailment = Ailment {
@@ -82,9 +106,18 @@ async fn look(tx: &mut (dyn Tx + Send), stood: Duration) -> Result<Vec<Case>> {
     let mut lane: Option<String> = None;
     // From lane to lane and from shard to shard, each by one look at the index.
     while let Some(next) = next_lane(tx, lane.as_deref()).await? {
+        if lane.as_ref().is_some_and(|last| *last >= next) {
+            // Read as something that it is not: there is no way past it.
+            let sql = format!("SELECT id FROM outbox WHERE lane > ? LIMIT {MOST_CASES}");
+            let params = [lane.as_deref().unwrap_or_default().into()];
+            push(&mut cases, &UNNAMED_LANE, ids_of(tx.query(&sql, &params).await?)?);
+            break;
+        }
         let mut shard: Option<i64> = None;
         while let Some(found) = next_shard(tx, &next, shard).await? {
-            let (free, expired) = heads(tx, &next, found, old).await?;
+            let Heads { free, expired, endless, last } = heads(tx, &next, found, old, stood).await?;
+            push(&mut cases, &ENDLESS, endless);
+            push(&mut cases, &LAST, last);
             if !known.contains(&next) {
                 push(&mut cases, &UNKNOWN_LANE, free);
             } else if !paused.contains(&next) {
@@ -137,22 +170,35 @@ async fn next_shard(tx: &mut (dyn Tx + Send), lane: &str, after: Option<i64>) ->
     rows.first().map_or(Ok(None), |row| row.opt_int(0))
 }
 
+/// What stands at the beginning of a shard.
+#[derive(Default)]
+struct Heads {
+    free: Vec<i64>,
+    expired: Vec<i64>,
+    endless: Vec<i64>,
+    last: Vec<i64>,
+}
+
 /// Of the first entries that have been due since `old`: those that are free, and those whose lease had run out by then. Where
 /// somebody holds one of them, somebody is at it: a long backlog is not a shard nobody serves.
-async fn heads(tx: &mut (dyn Tx + Send), lane: &str, shard: i64, old: Timestamp) -> Result<(Vec<i64>, Vec<i64>)> {
+async fn heads(tx: &mut (dyn Tx + Send), lane: &str, shard: i64, old: Timestamp, stood: Duration) -> Result<Heads> {
+    let far = old.plus(stood + LONGEST_LEASE);
     let sql = format!(
-        "SELECT id, lease_until FROM outbox WHERE lane = ? AND shard_id = ? AND due_at < ? ORDER BY due_at, id LIMIT {MOST_CASES}"
+        "SELECT id, lease_until, lease_token FROM outbox WHERE lane = ? AND shard_id = ? AND due_at < ? ORDER BY due_at, id LIMIT {MOST_CASES}"
     );
-    let (mut free, mut expired, mut is_served) = (Vec::new(), Vec::new(), false);
+    let (mut heads, mut is_served) = (Heads::default(), false);
     for row in tx.query(&sql, &[lane.into(), shard.into(), old.into()]).await? {
+        let id = row.int(0)?;
         match row.opt_time(1)? {
-            None => free.push(row.int(0)?),
-            Some(until) if until < old => expired.push(row.int(0)?),
+            _ if row.int(2)? == LAST_TOKEN => heads.last.push(id),
+            None => heads.free.push(id),
+            Some(until) if until < old => heads.expired.push(id),
+            Some(until) if until > far => heads.endless.push(id),
             Some(_) => is_served = true,
         }
     }
     if is_served {
-        free.clear();
+        heads.free.clear();
     }
-    Ok((free, expired))
+    Ok(heads)
 }

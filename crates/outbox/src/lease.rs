@@ -42,9 +42,9 @@ impl Hold {
         self.crashes + u32::from(self.takeover(owner))
     }
 
-    /// The token of the next claim.
+    /// The token of the next claim. A row with [`LAST_TOKEN`] is never claimed.
     pub fn mint(&self) -> i64 {
-        self.token + 1
+        self.token.saturating_add(1)
     }
 
     /// May the bearer of `token` settle or defer? Expiry does not matter: if nobody took the row, the work is done and
@@ -58,6 +58,9 @@ impl Hold {
         self.accepts(token, owner) && self.lease_until.is_some_and(|until| until >= now)
     }
 }
+
+/// No claim comes after it; only a hand can have written it. The row waits for one, and its neighbours do not.
+pub const LAST_TOKEN: i64 = i64::MAX;
 
 /// Rows taken over once at most are claimed in the ordinary way; others are suspects, claimed apart.
 pub const ORDINARY_SUSPICION: u32 = 1;

@@ -51,7 +51,7 @@ pub use self::courier::{Reports, WebhookCourier};
 pub use self::dead_letters::{DeadLetter, DeadLetterFilter, Requeued};
 use self::guard::{Guarded, Policy};
 use self::keyring::Keyring;
-pub use self::orchestrator::QUERIES;
+pub use self::orchestrator::{QUERIES, query};
 pub use self::publish::{NewEvent, Published, Publishing};
 pub use self::pulse::{Rates, pulse};
 pub use self::reads::{Attempt, EventShown, Saga, SagaFilter, Timeline};

@@ -6,7 +6,7 @@ use postrider::{Enqueued, Error, Result, Timestamp};
 
 use crate::Webhooks;
 use crate::decide::{Event, Status};
-use crate::orchestrator::{QUERIES, Waiting, moves, sagas_by_id, skip_locked, waiting};
+use crate::orchestrator::{Waiting, moves, query, sagas_by_id, skip_locked, waiting};
 use crate::publish::Job;
 use crate::subscriptions::SubscriptionStatus;
 
@@ -25,7 +25,7 @@ impl Webhooks {
 
     async fn start_some(&self, tx: &mut (dyn Tx + Send), status: Status) -> Result<usize> {
         let (catalog, now) = self.catalog_in(tx).await?;
-        let sql = format!("{}{}", QUERIES[1], skip_locked(tx.dialect()));
+        let sql = format!("{}{}", query(tx.dialect(), 1), skip_locked(tx.dialect()));
         let rows = tx.query(&sql, &[status.as_str().into(), now.into()]).await?;
         if rows.is_empty() {
             return Ok(0);

@@ -17,7 +17,7 @@ use crate::active_keys;
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Migration, Schema};
 use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
@@ -551,7 +551,7 @@ async fn lock_candidates(
     for _ in 0..LOOKS {
         let sql = format!(
             "SELECT {CLAIMED} FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND due_at <= {now}
-             AND (lease_until IS NULL OR lease_until < {now}{own}) FOR UPDATE SKIP LOCKED",
+             AND (lease_until IS NULL OR lease_until < {now}{own}) AND lease_token < {LAST_TOKEN} FOR UPDATE SKIP LOCKED",
             list(candidates.iter().map(|c| c.id))
         );
         let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;

@@ -24,7 +24,7 @@ use super::{Options, Skew, Turn, postgres_tls, rerun, settle_by_parts, without_p
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
-use crate::lease::Lease;
+use crate::lease::{LAST_TOKEN, Lease};
 use crate::message::{Message, cut_error, parse_headers};
 use crate::migrate::{self, Schema};
 use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
@@ -600,7 +600,7 @@ pub fn claim_sql(from: &From, now: &str) -> String {
     format!(
         "WITH c AS MATERIALIZED (
              SELECT id, locked_by AS previous, lease_token, attempts FROM outbox
-             WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {now}) AND {which}
+             WHERE lane = $1 AND shard_id = $2 AND due_at <= (SELECT {now}) AND {which} AND lease_token < {LAST_TOKEN}
              ORDER BY due_at, id LIMIT $4 FOR NO KEY UPDATE SKIP LOCKED),
          taken AS (
              INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, worker, at)

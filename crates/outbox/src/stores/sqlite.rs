@@ -18,7 +18,7 @@ use super::{Options, Skew};
 use crate::cold::{self, Register};
 use crate::error::{Error, Kind, Result, sqlite_kind};
 use crate::lanes::{LaneRules, Lanes};
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Message, parse_headers};
 use crate::migrate::{self, Schema};
 use crate::outcome::{GiveBack, LeaseState, Settled, Settlement, Verdict};
@@ -68,9 +68,11 @@ impl SqliteStore {
         self.skew.jump(micros);
     }
 
-    fn open_with(path: Option<PathBuf>, skew: Arc<Skew>, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
+    fn open_with(given: Option<PathBuf>, skew: Arc<Skew>, lanes: Arc<Lanes>, options: Options) -> Result<Self> {
+        // The file itself, not a link to it: SQLite keeps its log beside the file, wherever it was opened from.
+        let path = given.as_ref().map(resolved).transpose()?;
         let write = connect(path.as_ref(), &skew, false)?;
-        let file = path.as_deref().map(OpenFile::at).transpose()?;
+        let file = given.as_deref().zip(path.as_deref()).map(|(given, path)| OpenFile::at(given, path)).transpose()?;
         let writer = threads::write("postrider-sqlite-writer", write, file.clone())?;
         let readers = |name: &str, haste: Haste, count: usize| {
             let connections: Result<Vec<SqliteTx>> = (0..count).map(|_| connect(path.as_ref(), &skew, true)).collect();
@@ -182,13 +184,17 @@ fn file_of(url: &str) -> Result<Option<PathBuf>> {
     }
 }
 
+/// Where the file is, which is made if it is not there yet.
+fn resolved(path: &PathBuf) -> Result<PathBuf> {
+    create_private(path)?;
+    path.canonicalize()
+        .map_err(|e| Error::new(Kind::Unreachable, format!("cannot use the SQLite file {}: {e}", path.display())))
+}
+
 fn connect(path: Option<&PathBuf>, skew: &Arc<Skew>, read_only: bool) -> Result<SqliteTx> {
     let connection = match path {
         None => Connection::open_in_memory(),
         Some(path) => {
-            if !read_only {
-                create_private(path)?;
-            }
             let flags = if read_only { OpenFlags::SQLITE_OPEN_READ_ONLY } else { OpenFlags::SQLITE_OPEN_READ_WRITE };
             Connection::open_with_flags(path, flags | OpenFlags::SQLITE_OPEN_NO_MUTEX)
         }
@@ -377,7 +383,7 @@ pub fn claim_sql(from: &From) -> String {
     };
     format!(
         "SELECT {CLAIMED} FROM outbox {index} WHERE lane = ?1 AND shard_id = ?2 AND due_at <= ?3 AND (due_at, id) >= (?5, ?6)
-         AND {which} AND ?4 <> '' AND ?7 IS NOT NULL ORDER BY due_at, id LIMIT ?8"
+         AND {which} AND lease_token < {LAST_TOKEN} AND ?4 <> '' AND ?7 IS NOT NULL ORDER BY due_at, id LIMIT ?8"
     )
 }
 

@@ -2,6 +2,7 @@
 //! transaction of its own, begun after it was asked for: what was committed and answered before, it sees.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 use super::sqlite::{SqliteTx, classify};
@@ -30,6 +31,9 @@ pub(super) struct Request {
 #[derive(Clone, Debug)]
 pub(super) struct OpenFile {
     path: PathBuf,
+    /// As it was named, where that leads to the file by a link: another process would open what it leads to by then.
+    #[cfg(unix)]
+    given: Option<PathBuf>,
     #[cfg(unix)]
     identity: (u64, u64),
     #[cfg(unix)]
@@ -42,12 +46,14 @@ pub(super) struct OpenFile {
 struct Beside {
     path: PathBuf,
     identity: OnceLock<(u64, u64)>,
+    /// Its length when it was last looked at.
+    length: AtomicU64,
 }
 
 #[cfg(unix)]
 impl Beside {
     fn is_there(&self) -> bool {
-        match (self.identity.get(), identity(&self.path)) {
+        match (self.identity.get(), identity(&self.path, false)) {
             (Some(known), now) => now == Some(*known),
             (None, Some(now)) => *self.identity.get_or_init(|| now) == now,
             (None, None) => true,
@@ -57,22 +63,25 @@ impl Beside {
 
 impl OpenFile {
     #[cfg(unix)]
-    pub fn at(path: &Path) -> Result<Self> {
-        let identity = identity(path).ok_or_else(|| gone(path))?;
+    pub fn at(given: &Path, path: &Path) -> Result<Self> {
+        // A path may stand for a file that SQLite makes at its first write.
+        let identity = identity(path, false).ok_or_else(|| gone(path))?;
+        let path = path.to_owned();
         // A relative path means this file even after the process has changed its folder.
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let given = std::path::absolute(given).ok().filter(|given| *given != path);
         let beside = |end: &str| {
             let mut name = path.clone().into_os_string();
             name.push(end);
-            Beside { path: name.into(), identity: OnceLock::new() }
+            Beside { path: name.into(), identity: OnceLock::new(), length: AtomicU64::new(0) }
         };
         let beside = Arc::new([beside("-wal"), beside("-shm")]);
-        Ok(OpenFile { path, identity, beside })
+        Ok(OpenFile { path, given, identity, beside })
     }
 
     #[cfg(unix)]
     fn check(&self) -> Result<()> {
-        if identity(&self.path) == Some(self.identity) { Ok(()) } else { Err(gone(&self.path)) }
+        let led = self.given.as_ref().is_none_or(|given| identity(given, true) == Some(self.identity));
+        if led && identity(&self.path, false) == Some(self.identity) { Ok(()) } else { Err(gone(&self.path)) }
     }
 
     /// The same for what is about to be written.
@@ -85,9 +94,34 @@ impl OpenFile {
         }
     }
 
+    /// Was the log cut off behind our back? It is empty, too, after a checkpoint that truncates it: then the log's index knows
+    /// of no frames. Not in a transaction.
+    #[cfg(unix)]
+    fn check_log(&self, tx: &SqliteTx) -> Result<()> {
+        let log = &self.beside[0];
+        let length = std::fs::metadata(&log.path).map_or(0, |file| file.len());
+        if length >= log.length.swap(length, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let frames = |row: &rusqlite::Row<'_>| row.get::<_, i64>(1);
+        let frames = tx.connection.query_row("PRAGMA wal_checkpoint(NOOP)", (), frames).map_err(|e| classify(&e))?;
+        let page =
+            tx.connection.query_row("PRAGMA page_size", (), |row| row.get::<_, i64>(0)).map_err(|e| classify(&e))?;
+        if frames > 0 && (length as i64) < 32 + frames * (24 + page) {
+            log.length.store(u64::MAX, Ordering::Relaxed); // and so it stays
+            return Err(gone(&log.path));
+        }
+        Ok(())
+    }
+
+    #[cfg(not(unix))]
+    fn check_log(&self, _: &SqliteTx) -> Result<()> {
+        Ok(())
+    }
+
     /// Elsewhere an open file can be neither deleted nor moved.
     #[cfg(not(unix))]
-    pub fn at(path: &Path) -> Result<Self> {
+    pub fn at(_: &Path, path: &Path) -> Result<Self> {
         Ok(OpenFile { path: path.to_owned() })
     }
 
@@ -103,11 +137,12 @@ impl OpenFile {
 }
 
 #[cfg(unix)]
-fn identity(path: &Path) -> Option<(u64, u64)> {
+fn identity(path: &Path, follows: bool) -> Option<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
+    let metadata = if follows { std::fs::metadata } else { std::fs::symlink_metadata };
     // Cut off to nothing it is not the file any more, whatever is found under its name.
     let is_log = path.as_os_str().as_encoded_bytes().ends_with(b"-wal");
-    let file = std::fs::metadata(path).ok().filter(|file| file.len() > 0 || is_log)?;
+    let file = metadata(path).ok().filter(|file| file.len() > 0 || is_log)?;
     Some((file.dev(), file.ino()))
 }
 
@@ -116,7 +151,7 @@ fn gone(path: &Path) -> Error {
     Error::new(
         Kind::Unavailable,
         format!(
-            "the SQLite file {file} was deleted, moved or replaced while in use; nothing is written any more. Put the file back or restart on another one"
+            "the SQLite file {file} was deleted, moved, cut off or replaced while in use; nothing is written any more. Put the file back or restart on another one"
         ),
     )
 }
@@ -187,7 +222,8 @@ fn run_read(tx: &mut SqliteTx, request: Request, file: Option<&OpenFile>) {
 
 fn run_group(tx: &mut SqliteTx, first: Request, requests: &mpsc::Receiver<Request>, file: Option<&OpenFile>) {
     let begin = "BEGIN IMMEDIATE";
-    let mut begun = tx.batch(begin);
+    let whole = file.map_or(Ok(()), |file| file.check_log(tx));
+    let mut begun = whole.and_then(|()| tx.batch(begin));
     let mut done: Vec<Finish> = Vec::with_capacity(4);
     let mut next = Some(first);
     let mut taken = 0;

