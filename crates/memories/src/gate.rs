@@ -188,6 +188,8 @@ mod tests {
         let verdict = judge(Mode::Full, &["reconcile"], &BTreeMap::new(), &Skips::new());
         let said = json!({ "status": "failed", "detail": "nobody checked it" });
         assert_eq!((verdict.passed, &verdict.as_json()["capabilities"]["reconcile"]), (false, &said));
+        assert!(verdict.is_degraded());
+        assert_eq!(verdict.as_json()["mode"], "FULL");
     }
 
     #[test]

@@ -245,6 +245,10 @@ async fn view_orders_has_the_specs_words(db: Database) {
     assert_eq!(words(&rows, 6), some(&["", "BAD", "HTTP_503", "HTTP_503", "", "", ""]));
     assert_eq!(words(&rows, 7), some(&["", "no use", "busy", "busy", "", "", ""]));
     assert_eq!(words(&rows, 8), some(&["", "", "", "", "w", "", ""]));
+    if db.dialect == postrider::tx::Dialect::Postgres {
+        let kind = "SELECT DISTINCT pg_typeof(order_request_json)::text FROM outbox_orders WHERE order_request_json IS NOT NULL";
+        assert_eq!(db.sql(kind).await[0].text(0).unwrap(), "jsonb");
+    }
 }
 
 /// Live work by lane and shard in the order it is due, and nothing beside: what a claim searches is what the index has.

@@ -444,4 +444,7 @@ fn orders_are_worked_as_their_protocol_says() {
     assert_eq!(lane.budgets.backoff, Backoff::Table(table));
     let Broker::Paper { settings, .. } = config.orders.broker else { panic!("the paper broker") };
     assert_eq!(settings.timeout, Duration::from_millis(2500));
+    let http = "[orders]\nadapter = \"http\"\nurl = \"https://broker.example/\"\nidempotency = \"key\"\n";
+    let Broker::Http { settings, .. } = self::config(http).orders.broker else { panic!("a broker by HTTP") };
+    assert_eq!(settings.timeout, Duration::from_millis(2500));
 }

@@ -112,3 +112,77 @@ async fn mysql_goes_by_indexes() {
         }
     }
 }
+
+/// The statements that move sagas, as they stand in the source: with values in place of their marks.
+fn transitions(dialect: Dialect) -> Vec<String> {
+    let mut found = Vec::new();
+    for file in ["orchestrator.rs", "results.rs", "starting.rs", "sweep.rs"] {
+        let text = std::fs::read_to_string(format!("{}/src/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        for (at, _) in text.match_indices("\"UPDATE ") {
+            let sql = text[at + 1..].split('"').next().unwrap();
+            // Elsewhere they name their table by a mark: with the index that MySQL is to go by.
+            if !(sql.starts_with("UPDATE webhook_delivery_sagas ") || sql.starts_with("UPDATE {")) {
+                continue;
+            }
+            let by_id = match dialect {
+                Dialect::Mysql => "UPDATE webhook_delivery_sagas FORCE INDEX (PRIMARY) ",
+                _ => "UPDATE webhook_delivery_sagas ",
+            };
+            let (_, rest) = sql.split_once(" SET ").unwrap();
+            let table = if sql.starts_with("UPDATE {") { by_id } else { "UPDATE webhook_delivery_sagas " };
+            let mut sql = format!("{table}SET {rest}").split_whitespace().collect::<Vec<_>>().join(" ");
+            sql = sql.replace("{list}", "IN (3, 5, 8)").replace("id = ?", "id = 3");
+            for name in ["updated_at", "next_attempt_at"] {
+                for mark in ["?", "{time}", "{due}", "{now}"] {
+                    sql = sql.replace(&format!("{name} = {mark}"), &format!("{name} = created_at"));
+                }
+            }
+            sql = sql
+                .replace("status = ?", "status = 'PendingRetry'")
+                .replace("final_error_code = ?", "final_error_code = 'X'");
+            for mark in ["?", "{int}", "{}"] {
+                sql = sql.replace(&format!("attempt_count = {mark}"), "attempt_count = 1");
+            }
+            assert!(!sql.contains(['?', '{']), "{file}: {sql}");
+            found.push(sql);
+        }
+    }
+    assert!(found.len() >= 6, "{found:#?}");
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn transitions_find_their_sagas_by_primary_key() {
+    for home in [sqlite().await, postgres().await, mysql().await] {
+        fill(&home).await;
+        let dialect = match home.url.split(':').next() {
+            Some("sqlite") => Dialect::Sqlite,
+            Some("mysql") => Dialect::Mysql,
+            _ => Dialect::Postgres,
+        };
+        home.rows(match dialect {
+            Dialect::Sqlite => "ANALYZE",
+            Dialect::Postgres => "ANALYZE webhook_delivery_sagas",
+            Dialect::Mysql => "ANALYZE TABLE webhook_delivery_sagas",
+        })
+        .await;
+        for sql in transitions(dialect) {
+            let (explain, column) = match dialect {
+                Dialect::Sqlite => ("EXPLAIN QUERY PLAN", 3),
+                Dialect::Postgres => ("EXPLAIN", 0),
+                Dialect::Mysql => ("EXPLAIN FORMAT=TRADITIONAL", 5),
+            };
+            let rows = home.rows(&format!("{explain} {sql}")).await;
+            let plan: Vec<String> = rows.iter().filter_map(|row| row.opt_text(column).unwrap()).collect();
+            let (plan, key) = (
+                plan.join("\n"),
+                match dialect {
+                    Dialect::Sqlite => "USING INTEGER PRIMARY KEY",
+                    Dialect::Postgres => "webhook_delivery_sagas_pkey",
+                    Dialect::Mysql => "PRIMARY",
+                },
+            );
+            assert!(plan.contains(key) && !plan.contains("SCAN") && !plan.contains("Seq Scan"), "{sql}\n{plan}");
+        }
+    }
+}
