@@ -208,8 +208,11 @@ impl Webhooks {
             let code = code.unwrap_or_else(|| "SUBSCRIPTION_DISABLED".to_owned());
             let params: [Value; 5] =
                 [to.as_str().into(), code.into(), now.into(), saga.id.into(), saga.status.as_str().into()];
-            let sql = "UPDATE webhook_delivery_sagas SET status = ?, next_attempt_at = NULL, final_error_code = ?, updated_at = ? WHERE id = ? AND status = ?";
-            if tx.execute(sql, &params).await? == 1 {
+            let table = sagas_by_id(tx.dialect());
+            let sql = format!(
+                "UPDATE {table} SET status = ?, next_attempt_at = NULL, final_error_code = ?, updated_at = ? WHERE id = ? AND status = ?"
+            );
+            if tx.execute(&sql, &params).await? == 1 {
                 bury(tx, &[saga.id], now).await?;
                 *deaths.entry(saga.subscription_id).or_default() += 1;
             }

@@ -172,9 +172,9 @@ impl Webhooks {
         let mut params: Vec<Value> = vec![to.as_str().into(), i64::from(result.attempt).into(), due.into()];
         params.extend([result.error_code.as_str().into(), now.into(), result.saga_id.into()]);
         params.push((i64::from(result.attempt) - 1).into());
-        let (int, time) = (int(tx.dialect()), time(tx.dialect()));
+        let (int, time, table) = (int(tx.dialect()), time(tx.dialect()), sagas_by_id(tx.dialect()));
         let sql = format!(
-            "UPDATE webhook_delivery_sagas SET status = ?, attempt_count = {int}, next_attempt_at = {time}, final_error_code = ?, updated_at = ?
+            "UPDATE {table} SET status = ?, attempt_count = {int}, next_attempt_at = {time}, final_error_code = ?, updated_at = ?
              WHERE id = ? AND status = 'InProgress' AND attempt_count = {int}"
         );
         let moved = tx.execute(&sql, &params).await? == 1;
