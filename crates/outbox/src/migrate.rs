@@ -52,6 +52,15 @@ impl Schema {
         Schema(all)
     }
 
+    /// The names of all tables that it makes.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn tables(&self, dialect: Dialect) -> impl Iterator<Item = &'static str> {
+        let lines = self.0.iter().flat_map(move |migration| migration.sql(dialect).lines());
+        let name =
+            |rest: &'static str| rest.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '.')).next();
+        lines.filter_map(|line| line.strip_prefix("CREATE TABLE ")).filter_map(name).filter(|name| !name.is_empty())
+    }
+
     /// The migrations this schema still lacks; an error if a part of it is newer than this binary.
     pub(crate) fn missing(&self, applied: &[i64]) -> Result<Vec<Migration>> {
         for &version in applied {

@@ -12,6 +12,7 @@ mod install;
 mod mariadb;
 mod postgres;
 
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
@@ -49,6 +50,8 @@ pub trait Engine: Sized {
     /// Succeeds once the server takes connections on `port`.
     fn ping(&self, port: u16) -> Command;
     fn url(port: u16) -> String;
+    /// What its programs find in their environment from now on.
+    fn set_environment(&mut self, environment: Vec<(String, OsString)>);
 }
 
 /// One running server; dropping it stops it.
@@ -126,6 +129,13 @@ impl<E: Engine> Server<E> {
         serve.stdout(log.try_clone()?).stderr(log);
         self.process = Some(account::spawn_for_good(serve)?);
         self.wait_until_ready().inspect_err(|_| self.stop_immediate())
+    }
+
+    /// Starts it again with this in its environment.
+    pub fn start_again_with(&mut self, environment: &[(&str, &OsStr)]) -> io::Result<()> {
+        let owned = environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        self.engine.set_environment(owned.collect());
+        self.start_again()
     }
 
     /// The end of the log, if the server ended without being told to.

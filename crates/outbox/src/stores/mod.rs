@@ -7,6 +7,8 @@ pub(crate) mod pool;
 #[cfg(feature = "postgres")]
 pub mod postgres;
 #[cfg(feature = "postgres")]
+mod postgres_timeline;
+#[cfg(feature = "postgres")]
 mod postgres_tls;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;

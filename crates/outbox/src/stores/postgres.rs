@@ -20,6 +20,7 @@ use tokio_postgres::{Client, Config, RowStream, SimpleQueryMessage, Statement};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::pool::{Connect, Loan, Pool};
+use super::postgres_timeline::{self as timeline, TOKEN_FLOOR};
 use super::{Options, Skew, Turn, postgres_tls, rerun, settle_by_parts, without_password, without_values};
 use crate::cold::{self, Register};
 use crate::error::{Effect, Error, Kind, Result, postgres_kind};
@@ -134,6 +135,7 @@ struct Connector {
     tls: MakeRustlsConnect,
     shown: String,
     limits: Limits,
+    schema: Schema,
     /// A pooler stands between us and the server and takes no settings for a session.
     refuses_settings: AtomicBool,
 }
@@ -157,11 +159,13 @@ impl Connect for Connector {
     type Connection = Connection;
 
     async fn connect(&self) -> Result<Connection> {
-        self.begin_session().await.map_err(|e| {
-            let mut error = classify(&e);
-            error.kind = Kind::Unreachable;
-            error.during(&format!("cannot connect to {}", self.shown))
-        })
+        let begun = async {
+            let connection =
+                self.begin_session().await.map_err(|e| Error { kind: Kind::Unreachable, ..classify(&e) })?;
+            timeline::look(&connection.client, &self.schema).await?;
+            Ok(connection)
+        };
+        begun.await.map_err(|e: Error| e.during(&format!("cannot connect to {}", self.shown)))
     }
 
     fn is_open(connection: &Connection) -> bool {
@@ -516,9 +520,10 @@ impl PostgresStore {
         let shown = without_password(url);
         let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
         let limits = Limits::new(&options);
-        let connector = Connector { config, tls, shown, limits, refuses_settings: AtomicBool::new(false) };
-        let pool = Pool::new(connector, &options);
         let schema = Schema::with(&options.migrations);
+        let refuses_settings = AtomicBool::new(false);
+        let connector = Connector { config, tls, shown, limits, schema: schema.clone(), refuses_settings };
+        let pool = Pool::new(connector, &options);
         let (begin, deadline) = (Begin::new(&options), options.deadline);
         Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, begin, deadline, listener })
     }
@@ -604,8 +609,8 @@ pub fn claim_sql(from: &From, now: &str) -> String {
              ORDER BY due_at, id LIMIT $4 FOR NO KEY UPDATE SKIP LOCKED),
          taken AS (
              INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, worker, at)
-             SELECT id, lease_token + 1, 'takeover', attempts, previous, {now} FROM c WHERE previous <> $3)
-         UPDATE outbox o SET lease_token = o.lease_token + 1, locked_by = $3, locked_at = {now},
+             SELECT id, GREATEST(lease_token, {TOKEN_FLOOR}) + 1, 'takeover', attempts, previous, {now} FROM c WHERE previous <> $3)
+         UPDATE outbox o SET lease_token = GREATEST(o.lease_token, {TOKEN_FLOOR}) + 1, locked_by = $3, locked_at = {now},
                 lease_until = {now} + $5::bigint * INTERVAL '1 microsecond', updated_at = {now},
                 crashes = GREATEST(o.crashes, LEAST(o.crashes + CASE WHEN o.locked_by <> $3 THEN 1 ELSE 0 END, $9)),
                 maybe_sent = o.maybe_sent OR (coalesce(o.locked_by <> $3, FALSE) AND NOT $10::boolean)
@@ -708,6 +713,7 @@ impl Store for PostgresStore {
         };
         run.await.map_err(|e| classify(&e).during("migration"))?;
         self.pool.timed(client.batch_execute("COMMIT")).await?.map_err(|e| at_commit(&e).during("migration"))?;
+        self.pool.timed(timeline::remember(client)).await?;
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();

@@ -10,25 +10,28 @@ use std::sync::{LazyLock, Mutex, mpsc};
 
 use super::install::program;
 
-/// The user a server runs as: ourselves, or an ordinary one when we are root.
-pub(super) struct Account(Option<(u32, u32)>);
+/// The user a server runs as: ourselves, or an ordinary one when we are root; and what its programs find in their environment.
+pub(super) struct Account {
+    ids: Option<(u32, u32)>,
+    pub(super) environment: Vec<(String, OsString)>,
+}
 
 impl Account {
     /// Prefers the user of the server's package.
     pub(super) fn choose(preferred: &str) -> io::Result<Self> {
         if !is_root() {
-            return Ok(Self(None));
+            return Ok(Self { ids: None, environment: vec![] });
         }
         let found = [preferred, "nobody"].into_iter().find_map(|name| Some((id("-u", name)?, id("-g", name)?)));
         match found {
-            Some(ids) => Ok(Self(Some(ids))),
+            ids @ Some(_) => Ok(Self { ids, environment: vec![] }),
             None => Err(io::Error::other(format!("neither {preferred} nor nobody is a user here to run the server"))),
         }
     }
 
     /// Makes `folder` the account's own.
     pub(super) fn give(&self, folder: &Path) -> io::Result<()> {
-        let Some((user, group)) = self.0 else { return Ok(()) };
+        let Some((user, group)) = self.ids else { return Ok(()) };
         chown(folder, Some(user), Some(group))
     }
 
@@ -39,10 +42,19 @@ impl Account {
         // Only Linux has it; elsewhere a killed test leaves its servers behind.
         if let Some(setpriv) = program("setpriv", &[]) {
             words.extend([setpriv.into(), "--pdeathsig".into(), death_signal.into()]);
-            if let Some((user, group)) = self.0 {
+            if let Some((user, group)) = self.ids {
                 words.extend([format!("--reuid={user}").into(), format!("--regid={group}").into()]);
                 words.push("--clear-groups".into());
             }
+        }
+        // For the program alone: what is preloaded into it would prepare things as root if `setpriv` had it, too.
+        if !self.environment.is_empty() {
+            words.push("env".into());
+            words.extend(self.environment.iter().map(|(name, value)| {
+                let mut word = OsString::from(format!("{name}="));
+                word.push(value);
+                word
+            }));
         }
         words.push(program_path.into());
         let mut command = Command::new(&words[0]);

@@ -1,5 +1,6 @@
 //! MariaDB, or MySQL where that is what there is: its programs, a fresh data folder, and the shared settings.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -84,6 +85,10 @@ impl super::Engine for Engine {
 
     fn url(port: u16) -> String {
         format!("mysql://root@127.0.0.1:{port}/mysql")
+    }
+
+    fn set_environment(&mut self, environment: Vec<(String, OsString)>) {
+        self.account.environment = environment;
     }
 }
 

@@ -1,12 +1,15 @@
 //! PostgreSQL: where its programs are, how a fresh cluster is made, and the settings tests and benchmarks share.
 
+use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
 use rustix::process::Signal;
 
+use super::Folder;
 use super::account::Account;
 use super::install::program;
 use super::run;
@@ -37,6 +40,7 @@ struct Programs {
     initdb: PathBuf,
     postgres: PathBuf,
     pg_isready: PathBuf,
+    pg_basebackup: PathBuf,
 }
 
 impl super::Engine for Engine {
@@ -49,7 +53,7 @@ impl super::Engine for Engine {
     }
 
     fn create(home: &Path) -> io::Result<Self> {
-        let programs = programs().ok_or_else(|| io::Error::other("initdb, postgres or pg_isready is missing"))?;
+        let programs = programs().ok_or_else(missing)?;
         let account = Account::choose("postgres")?;
         account.give(home)?;
         let engine = Self { programs, account, home: home.into() };
@@ -77,6 +81,10 @@ impl super::Engine for Engine {
     fn url(port: u16) -> String {
         format!("postgres://postrider@127.0.0.1:{port}/postgres")
     }
+
+    fn set_environment(&mut self, environment: Vec<(String, OsString)>) {
+        self.account.environment = environment;
+    }
 }
 
 impl Engine {
@@ -92,7 +100,16 @@ impl Engine {
 fn programs() -> Option<Programs> {
     let places = version_folders();
     let find = |name| program(name, &places);
-    Some(Programs { initdb: find("initdb")?, postgres: find("postgres")?, pg_isready: find("pg_isready")? })
+    Some(Programs {
+        initdb: find("initdb")?,
+        postgres: find("postgres")?,
+        pg_isready: find("pg_isready")?,
+        pg_basebackup: find("pg_basebackup")?,
+    })
+}
+
+fn missing() -> io::Error {
+    io::Error::other("initdb, postgres, pg_isready or pg_basebackup is missing")
 }
 
 /// Debian keeps the servers of each version apart and out of `PATH`; newest first.
@@ -104,6 +121,31 @@ fn version_folders() -> Vec<PathBuf> {
 }
 
 impl super::Server<Engine> {
+    /// A standby that receives what this server writes, as soon as it can and without anybody waiting for it.
+    pub fn standby(&self) -> io::Result<Self> {
+        let folder = Arc::new(Folder::new()?);
+        let home = folder.subfolder("standby")?;
+        let engine = Engine { programs: programs().ok_or_else(missing)?, account: Account::choose("postgres")?, home };
+        engine.account.give(&engine.home)?;
+        let mut copy = engine.command(&engine.programs.pg_basebackup);
+        copy.args(["-h", "127.0.0.1", "-U", "postrider", "-p", &self.port.to_string(), "--write-recovery-conf"]);
+        run(copy.args(["--wal-method=stream", "--checkpoint=fast", "--no-sync", "--pgdata"]).arg(engine.data()))?;
+        let mut settings = OpenOptions::new().append(true).open(engine.data().join("postgresql.conf"))?;
+        writeln!(settings, "unix_socket_directories = '{}'", engine.home.display())?;
+        let log = engine.home.with_extension("log");
+        let port = super::free_port()?;
+        let mut server = Self { engine, port, process: None, log, _folder: folder };
+        server.start_again()?;
+        Ok(server)
+    }
+
+    /// Starts it again where that other one was, so that its clients come here.
+    pub fn take_the_place_of(&mut self, other: &mut Self) -> io::Result<()> {
+        other.stop_immediate();
+        self.port = other.port;
+        self.start_again()
+    }
+
     /// Restarts the server with a certificate of the caller's, so that it also speaks TLS.
     pub fn speak_tls(&mut self, certificate_pem: &str, key_pem: &str) -> io::Result<()> {
         use std::os::unix::fs::OpenOptionsExt;

@@ -87,6 +87,29 @@ impl Home {
         Running(Some(self.command(args).stderr(Stdio::null()).spawn().unwrap()))
     }
 
+    /// With its log in a file of this name.
+    pub fn start_logging(&self, args: &[&str], log: &str) -> Running {
+        let log = std::fs::File::create(self.path(log)).unwrap();
+        Running(Some(self.command(args).stdout(Stdio::null()).stderr(log).spawn().unwrap()))
+    }
+
+    /// A silent one below another program, such as `unshare`, and with this in its environment.
+    pub fn start_below(&self, program: &[&str], environment: &[(&str, &str)], args: &[&str]) -> Running {
+        let usual = self.command(args);
+        let mut command = Command::new(program[0]);
+        command.args(&program[1..]).arg(usual.get_program()).args(usual.get_args());
+        command.current_dir(usual.get_current_dir().unwrap());
+        for (name, value) in usual.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.envs(environment.iter().copied());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        Running(Some(command.spawn().unwrap()))
+    }
+
     /// What a query behind the command's back answers, as text.
     pub fn rows(&self, sql: &str) -> Vec<Vec<String>> {
         self.database.rows(self.folder.path(), sql)
