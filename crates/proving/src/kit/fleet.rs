@@ -78,10 +78,20 @@ impl Fleet {
 
     /// Where one of them listens, once it does.
     pub fn address(&self, n: usize) -> String {
-        let said = || std::fs::read_to_string(self.members[n].folder.path().join("stdout")).unwrap_or_default();
-        let address = || said().lines().find_map(|line| Some(line.split_once("://")?.1.trim().to_owned()));
-        wait_until("it listens", || address().is_some());
-        address().unwrap_or_default()
+        wait_until("it listens", || self.listens(n).is_some());
+        self.listens(n).unwrap_or_default()
+    }
+
+    /// Where one of them listens, if it does so far.
+    pub fn listens(&self, n: usize) -> Option<String> {
+        let said = std::fs::read_to_string(self.members[n].folder.path().join("stdout")).unwrap_or_default();
+        said.lines().find_map(|line| Some(line.split_once("://")?.1.trim().to_owned()))
+    }
+
+    /// Has one of them ended, whoever wanted it?
+    pub fn has_ended(&mut self, n: usize) -> bool {
+        let process = self.members[n].process.as_mut();
+        process.is_none_or(|process| process.try_wait().expect("a process").is_some())
     }
 
     /// Asks the API of one of them.

@@ -41,6 +41,7 @@ mod scratch;
 mod secrets;
 mod serve;
 mod sessions;
+mod soak;
 mod statuses;
 mod telemetry;
 mod terminal;
