@@ -50,7 +50,7 @@ print(max(ours, key=lambda v: [int(n) for n in re.findall(r"\d+", v)]))' "$1")
 fetch_debian() { # fetch_debian SUITE PACKAGE FOLDER: a package of another release with all it needs, unpacked beside the system
     local suite=$1 package=$2 folder=$3 mirror
     [[ ! -d $folder/root/usr ]] || return 0
-    mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ')
+    mirror=$({ grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d || true; } 2>/dev/null | sed -n '1s/ *$//p')
     [[ -n $mirror ]] || { echo "no mirror of Debian in /etc/apt" >&2 && return 1; }
     rm -rf "$folder" && mkdir -p "$folder"/{lists/partial,cache/archives/partial,root}
     echo "deb [trusted=yes] $mirror $suite main" >"$folder/sources.list"

@@ -1,21 +1,24 @@
-//! A server in trouble of its own: read-only, with callers who lock crosswise, with a reader that pins old rows; the rows
-//! 19, 20 and 21 of the fault matrix. What is lost on the way is in `lost_replies.rs`.
+//! A server in trouble of its own: read-only, with callers who lock crosswise, with a reader that pins old rows, with a bit
+//! that flipped, with a claim that is kept waiting; the rows 19, 20, 21, 29 and 32 of the fault matrix. What is lost on the
+//! way is in `lost_replies.rs`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use postrider::error::{Class, Effect, Kind};
-use postrider::store::Status;
+use postrider::store::{From, Status};
 use postrider::tx::Dialect;
 use postrider::worker::core::LaneSettings;
 use postrider::{Enqueued, NewMessage, Outcome, Worker, courier};
 
-use crate::harness::{Database, lanes, on_every_store, secs, until};
+use crate::harness::{Database, claim_of, lanes, on_every_store, secs, until};
 
 on_every_store! {
     row_20_callers_who_lock_crosswise_all_get_an_answer,
     row_21_a_reader_that_stays_keeps_nobody_from_anything,
+    row_29_a_flipped_bit_is_never_delivered,
+    row_32_a_claim_that_was_kept_waiting_has_its_whole_lease,
 }
 
 /// What a database says when it takes no writes: told as such, nothing in doubt, nothing lost, and nobody spins.
@@ -163,4 +166,81 @@ async fn row_21_a_reader_that_stays_keeps_nobody_from_anything(db: Database) {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!((ids.len() as i64, delivered.lock().unwrap().len() as i64), (total, total), "each once");
+}
+
+/// One bit of a stored payload is another: that message is dead and told, and its neighbours arrive as they were given.
+async fn row_29_a_flipped_bit_is_never_delivered(db: Database) {
+    let given: Vec<String> = (0..9).map(|n| format!("payload {n}")).collect();
+    let mut ids = Vec::new();
+    for payload in &given {
+        ids.push(db.put("a", payload).await);
+    }
+    // "4" and "5" differ in one bit.
+    let flipped = match db.dialect {
+        Dialect::Postgres => "'payload 5'::bytea",
+        Dialect::Mysql => "CAST('payload 5' AS BINARY)",
+        Dialect::Sqlite => "CAST('payload 5' AS BLOB)",
+    };
+    db.raw().await.run(&format!("UPDATE outbox SET payload = {flipped} WHERE id = {}", ids[4])).await.unwrap();
+    let delivered = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let book = delivered.clone();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let settings = LaneSettings { poll: Duration::from_millis(50), ..LaneSettings::new("a") };
+    let courier = courier(move |message| {
+        book.lock().unwrap().push((message.id, String::from_utf8_lossy(&message.payload).into_owned()));
+        async { Outcome::sent() }
+    });
+    let worker = Worker::new(db.outbox.clone()).lane_with(settings, Arc::new(courier));
+    let worker = tokio::spawn(worker.run(async move { drop(stopped.await) }));
+    until(async || db.count("outbox_done").await == 9).await;
+    drop(stop);
+    worker.await.unwrap().unwrap();
+    let mut delivered = delivered.lock().unwrap().clone();
+    delivered.sort();
+    let whole = |n: &usize| *n != 4;
+    let expected: Vec<_> = (0..9).filter(whole).map(|n| (ids[n], given[n].clone())).collect();
+    assert_eq!(delivered, expected);
+    let shown = db.show(ids[4]).await;
+    assert_eq!((shown.status, shown.last_error_code.as_deref()), (Status::Dead, Some("PAYLOAD_CORRUPT")));
+}
+
+/// Somebody has the whole table for longer than a lease: a claim that waited for it is not born with an old end.
+async fn row_32_a_claim_that_was_kept_waiting_has_its_whole_lease(db: Database) {
+    let id = db.put("a", "x").await;
+    let (take, leave) = match db.dialect {
+        Dialect::Sqlite => ("BEGIN IMMEDIATE", "COMMIT"),
+        Dialect::Postgres => ("BEGIN; LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE", "COMMIT"),
+        Dialect::Mysql => ("LOCK TABLES outbox WRITE", "UNLOCK TABLES"),
+    };
+    let mut stranger = db.raw().await;
+    stranger.run(take).await.unwrap();
+    let lease = secs(2);
+    let claiming = tokio::spawn({
+        let db = db.clone();
+        async move {
+            let mut asked = 0;
+            loop {
+                asked += 1;
+                let claim = claim_of("a", "w", 1, lease, From::Mark(None));
+                match db.outbox.store().claim(&claim).await {
+                    Ok(claimed) if !claimed.messages.is_empty() => return (asked, claimed),
+                    Ok(_) => {}
+                    // It may be told to come again, while nothing was changed.
+                    Err(error) => assert!(error.effect != Effect::Unknown, "{error}"),
+                }
+            }
+        }
+    });
+    tokio::time::sleep(lease * 3 / 2).await; // so long is the lock to be held
+    stranger.run(leave).await.unwrap();
+    let (asked, claimed) = claiming.await.unwrap();
+    let message = &claimed.messages[0];
+    assert_eq!((message.id, message.lease_token), (id, 1), "after {asked} attempts");
+    let left = match db.dialect {
+        Dialect::Sqlite => "SELECT lease_until / 1000 - CAST(unixepoch('subsec') * 1000 AS INTEGER) FROM outbox",
+        Dialect::Postgres => "SELECT (extract(epoch FROM (lease_until - clock_timestamp())) * 1000)::bigint FROM outbox",
+        Dialect::Mysql => "SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), lease_until) DIV 1000 FROM outbox",
+    };
+    let left = db.raw().await.number(left).await;
+    assert!(left > 0, "the lease is counted from when it had the row: {left} ms are left");
 }

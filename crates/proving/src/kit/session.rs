@@ -22,17 +22,19 @@ impl Session {
                 connection.busy_timeout(Duration::from_secs(10)).expect("timeout");
                 Session::Sqlite(connection)
             }
-            Dialect::Postgres => {
-                let (client, connection) =
-                    tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connect to PostgreSQL");
-                tokio::spawn(connection);
-                Session::Postgres(client)
-            }
+            Dialect::Postgres => Session::to_postgres(url).await.expect("connect to PostgreSQL"),
             Dialect::Mysql => {
                 let opts = mysql_async::Opts::from_url(url).expect("a URL");
                 Session::Mysql(mysql_async::Conn::new(opts).await.expect("connect to MySQL"))
             }
         }
+    }
+
+    /// To a server that may not let anybody in.
+    pub async fn to_postgres(url: &str) -> Result<Session, tokio_postgres::Error> {
+        let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await?;
+        tokio::spawn(connection);
+        Ok(Session::Postgres(client))
     }
 
     /// The same by URL.

@@ -157,7 +157,13 @@ impl super::Server<Engine> {
             file.write_all(pem.as_bytes())?;
             self.engine.account.give(&path)?;
         }
-        writeln!(OpenOptions::new().append(true).open(data.join("postgresql.conf"))?, "ssl = on")?;
+        self.start_with("ssl = on")
+    }
+
+    /// Restarts the server with one more line of its configuration.
+    pub fn start_with(&mut self, setting: &str) -> io::Result<()> {
+        let path = self.engine.data().join("postgresql.conf");
+        writeln!(OpenOptions::new().append(true).open(path)?, "{setting}")?;
         self.start_again()
     }
 }

@@ -478,7 +478,7 @@ fn every_guarantee_has_its_test() {
 }
 
 /// Faults and invariants without a test: it may only become less.
-const MOST_UNGUARDED: usize = 14;
+const MOST_UNGUARDED: usize = 1;
 
 #[test]
 fn every_link_between_pages_leads_somewhere() {

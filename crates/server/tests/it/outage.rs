@@ -1,14 +1,16 @@
-//! The database goes away for ten seconds under a running worker, and comes back; or its disk is full for a while.
+//! The database goes away for ten seconds under a running worker, and comes back; or its disk is full for a while; or it has
+//! no connections left.
 
 use std::any::Any;
 use std::time::Duration;
 
+use proving::kit::Session;
 use proving::receiver::{Answer, Receiver};
 use proving::servers::{MariaDb, Postgres};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 use tokio::runtime::Runtime;
 
-use crate::api::exchange;
+use crate::api::{Server, exchange};
 use crate::home::{Home, wait_until};
 use crate::scratch::Database;
 
@@ -132,4 +134,87 @@ fn a_full_disk_is_told_and_nothing_is_in_doubt() {
     assert_eq!(home.number("SELECT COUNT(*) FROM outbox"), written + 1, "what was refused is not there");
     rustix::process::kill_process(pid, Signal::TERM).unwrap();
     assert!(child.wait().unwrap().success());
+}
+
+/// Five connections for two servers with workers of their own, and then none at all.
+#[test]
+fn row_22_a_server_with_five_connections() {
+    let mut database = Postgres::start().unwrap();
+    database.start_with("max_connections = 5\nsuperuser_reserved_connections = 0").unwrap();
+    let url = database.url();
+    let runtime = Runtime::new().unwrap();
+    let takes = Answer { status: 200, after: Duration::from_millis(5) };
+    let receiver = runtime.block_on(Receiver::start(move |_| takes)).unwrap();
+    let home = Home::on(Database::sqlite());
+    let lane = format!("database = \"{url}\"\n[lane.a]\ncourier = \"http\"\nurl = \"{}\"\n", receiver.url());
+    home.write("postrider.toml", &lane).run(&["migrate"]).done();
+    let servers = [(); 2].map(|()| Server::start(&home, &[]));
+    // Eight clients, each with a key for each message, who come again when they are told to.
+    let refused = std::sync::atomic::AtomicUsize::new(0);
+    let patience = std::time::Instant::now() + crate::home::PATIENCE;
+    let clients: Vec<Vec<i64>> = std::thread::scope(|scope| {
+        let (servers, refused) = (&servers, &refused);
+        let client = |client: usize| {
+            move || {
+                let accept = |n: usize| loop {
+                    let key = format!("{client}-{n}");
+                    let server = &servers[fastrand::usize(..2)];
+                    let answer = server.post("/v1/outbox/a", &[("Idempotency-Key", &key)], &key);
+                    if answer.status == 200 || answer.status == 201 {
+                        break answer.json()["id"].as_i64().unwrap();
+                    }
+                    assert_eq!(answer.status, 503, "{answer:#?}");
+                    assert!(answer.header("retry-after").is_some(), "{answer:#?}");
+                    assert!(std::time::Instant::now() < patience, "nobody gets through");
+                    refused.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                };
+                (0..50).map(accept).collect()
+            }
+        };
+        let clients: Vec<_> = (0..8).map(|n| scope.spawn(client(n))).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    println!("{} times somebody was told to come again", refused.into_inner());
+    let mut accepted = clients.concat();
+    accepted.sort_unstable();
+    wait_until("all have arrived", || receiver.count() >= accepted.len());
+    let mut arrived: Vec<i64> = receiver.log().iter().map(|request| request.id).collect();
+    arrived.sort_unstable();
+    assert_eq!(arrived, accepted, "each once");
+
+    // Somebody else takes whatever becomes free: nobody waits beyond a deadline, and it is told why.
+    let enough = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut held: Vec<Session> = Vec::new();
+            while !enough.load(std::sync::atomic::Ordering::Relaxed) {
+                match runtime.block_on(Session::to_postgres(&url)) {
+                    Ok(session) => held.push(session),
+                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
+                }
+                if held.len() == 4 {
+                    // Whoever has the fifth is asked to leave it.
+                    let others = "SELECT pg_terminate_backend(pid)::text FROM pg_stat_activity WHERE application_name = 'postrider'";
+                    runtime.block_on(held[0].texts(others));
+                }
+            }
+        });
+        wait_until("nobody gets in", || {
+            let answer = servers[0].post("/v1/outbox/a", &[], "in vain");
+            assert!(matches!(answer.status, 201 | 503), "{answer:#?}");
+            answer.status == 503 && answer.header("retry-after").is_some()
+        });
+        servers[0].get("/livez").answered(200);
+        enough.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    wait_until("they are let in again", || {
+        servers.iter().all(|server| server.post("/v1/outbox/a", &[], "again").status == 201)
+    });
+    wait_until("nothing is left", || {
+        let stats = home.run(&["outbox", "stats", "--json"]);
+        stats.code == 0 && stats.json()["lanes"]["a"]["pending"] == 0 && stats.json()["lanes"]["a"]["leased"] == 0
+    });
+    for server in servers {
+        assert_eq!(server.stop().0, 0);
+    }
 }

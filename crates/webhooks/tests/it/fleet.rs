@@ -21,6 +21,7 @@ on_every_store!(
     secrets_nobody_can_read_stop_nobody_else,
     changes_at_the_same_time_are_all_kept,
     rotations_at_the_same_time_all_sign,
+    row_44_what_is_claimed_after_a_pause_or_a_removal_is_not_sent,
     a_reseal_undoes_nothing,
     whoever_publishes_needs_no_key,
     a_receiver_that_asks_for_time_changes_nobodys_catalogue,
@@ -226,6 +227,54 @@ async fn rotations_at_the_same_time_all_sign(home: Home) {
         for secret in secrets {
             let (id, signatures) = (got.header("webhook-id"), got.header("webhook-signature"));
             assert!(postrider_webhooks::sign::verify(&secret, id, at, &got.body, signatures), "round {n}");
+        }
+    }
+}
+
+/// Another process changes a subscription while its deliveries are under way. Those may still arrive; what is claimed
+/// afterwards is not sent.
+async fn row_44_what_is_claimed_after_a_pause_or_a_removal_is_not_sent(home: Home) {
+    let (second, _) = open(&home.url, settings()).await;
+    for (kind, is_removed) in [("paused", false), ("removed", true)] {
+        let receiver = Receiver::with_status(200).await;
+        let (subscription, _) = home.subscribe_with(&receiver.url, &[kind], |s| s.max_in_flight = Some(4)).await;
+        let events = (0..300).map(|n| NewEvent::new(kind, n.to_string())).collect();
+        let sagas: Vec<i64> =
+            home.webhooks.publish(events).await.unwrap().into_iter().flat_map(|published| published.saga_ids).collect();
+        let working = home.work();
+        wait_until("some have arrived", async || receiver.got().len() > 20).await;
+        match is_removed {
+            true => assert!(second.unsubscribe(subscription.id).await.unwrap()),
+            false => assert!(second.pause(subscription.id).await.unwrap().is_some()),
+        }
+        let now = match home.url.split(':').next().unwrap() {
+            "sqlite" => "CAST(unixepoch('subsec') * 1000000 AS INTEGER)",
+            "mysql" => "UTC_TIMESTAMP(6)",
+            _ => "clock_timestamp()",
+        };
+        home.rows(&format!("CREATE TABLE {kind} AS SELECT {now} AS at")).await;
+        // All that was waiting has been looked at since: parked, or a dead letter.
+        let far = far(&home);
+        let of = format!("webhook_delivery_sagas WHERE subscription_id = {} AND", subscription.id);
+        let rest = match is_removed {
+            true => format!("{of} status IN ('Completed', 'DeadLettered')"),
+            false => format!("{of} (status = 'Completed' OR next_attempt_at > {far})"),
+        };
+        wait_until("nothing is under way", async || home.count(&rest).await == 300).await;
+        let late = format!("outbox_done WHERE status = 'sent' AND locked_at > (SELECT at FROM {kind})");
+        assert_eq!(home.count(&late).await, 0, "claimed after it was {kind}, and sent");
+        let arrived = receiver.got().len();
+        assert_eq!(home.count(&format!("{of} status = 'Completed'")).await, arrived as i64, "each that arrived counts");
+        assert!(arrived < 300, "it was {kind} in the middle");
+        working.end().await;
+        if !is_removed {
+            let working = home.work();
+            second.resume(subscription.id).await.unwrap().unwrap();
+            for saga in sagas {
+                home.ends(saga, "Completed").await;
+            }
+            assert_eq!(receiver.got().len(), 300, "each once");
+            working.end().await;
         }
     }
 }

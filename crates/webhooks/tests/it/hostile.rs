@@ -125,6 +125,32 @@ async fn a_black_hole_delays_nobody() {
     assert!(slowest < Duration::from_secs(4), "a healthy one waited {slowest:?} behind a hole that takes 5 s each");
 }
 
+/// A thousand subscriptions are no longer under way than the one that never answers may take for a single attempt.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn row_41_one_black_hole_among_a_thousand() {
+    let timeout = Duration::from_secs(20);
+    let home = Home::on(scratch::sqlite(), Settings { timeout, ..settings() }).await;
+    let hole = raw(vec![], b"").await;
+    let healthy = Receiver::with_status(200).await;
+    home.subscribe(&hole, &["*"]).await;
+    for n in 0..1000 {
+        home.subscribe(&format!("{}/{n}", healthy.url), &[&format!("good.{n}")]).await;
+    }
+    let bad = (0..1000).map(|n| postrider_webhooks::NewEvent::new("bad", n.to_string())).collect();
+    home.webhooks.publish(bad).await.unwrap();
+    let working = home.work();
+    let good = |n: usize| postrider_webhooks::NewEvent::new(format!("good.{n}"), n.to_string());
+    let begun = Instant::now();
+    home.webhooks.publish((0..1000).map(good).collect()).await.unwrap();
+    wait_until("each of the others has its own", async || healthy.got().len() == 1000).await;
+    assert!(begun.elapsed() < timeout, "nobody waited for an attempt at the hole: {:?}", begun.elapsed());
+    let mut paths: Vec<String> = healthy.got().into_iter().map(|got| got.path).collect();
+    paths.sort();
+    paths.dedup();
+    assert_eq!(paths.len(), 1000, "one each");
+    drop(working);
+}
+
 /// A name server that answers every A query with the next of these, and AAAA with nothing.
 async fn dns(answers: Vec<Vec<Ipv4Addr>>) -> (SocketAddr, Arc<AtomicUsize>) {
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
