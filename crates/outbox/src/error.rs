@@ -175,6 +175,15 @@ pub(crate) fn sqlite_kind(code: i32, message: &str) -> Kind {
     }
 }
 
+/// What to do about it, where we know; `code` as the server says it.
+pub(crate) fn advice(kind: Kind, code: &str) -> &'static str {
+    match code {
+        _ if kind == Kind::Schema => "; run `postrider migrate` first",
+        "53300" | "1040" => "; raise its max_connections, or let fewer processes connect (each has up to eight)",
+        _ => "",
+    }
+}
+
 /// What a panic said.
 pub(crate) fn panicked(panic: &(dyn std::any::Any + Send)) -> String {
     let words = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());

@@ -15,7 +15,7 @@ use super::pool::{Connect, Loan, Pool};
 use super::{Options, Skew, Turn, rerun, settle_by_parts, without_password, without_values};
 use crate::active_keys;
 use crate::cold::{self, Register};
-use crate::error::{Effect, Error, Kind, Result, mysql_kind};
+use crate::error::{Effect, Error, Kind, Result, advice, mysql_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Message, cut_error, parse_headers};
@@ -87,7 +87,7 @@ pub(crate) fn classify(error: &mysql_async::Error) -> Error {
         return Error::new(Kind::Unreachable, format!("MySQL: {error}"));
     };
     let kind = mysql_kind(server.code);
-    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
+    let advice = advice(kind, &server.code.to_string());
     Error::new(kind, format!("MySQL: {} ({}){advice}", without_values(&server.message), server.code))
 }
 

@@ -24,7 +24,7 @@ use super::pool::{Connect, Loan, Pool};
 use super::postgres_timeline::{self as timeline, TOKEN_FLOOR};
 use super::{Options, Skew, Turn, postgres_tls, rerun, settle_by_parts, without_password, without_values};
 use crate::cold::{self, Register};
-use crate::error::{Effect, Error, Kind, Result, postgres_kind};
+use crate::error::{Effect, Error, Kind, Result, advice, postgres_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{LAST_TOKEN, Lease};
 use crate::message::{Message, cut_error, parse_headers};
@@ -301,9 +301,9 @@ pub(crate) fn classify(error: &tokio_postgres::Error) -> Error {
     let Some(db) = error.as_db_error() else {
         return Error::new(Kind::Unreachable, format!("PostgreSQL: {}", chain(error)));
     };
-    let kind = postgres_kind(db.code().code());
-    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
-    Error::new(kind, format!("PostgreSQL: {} ({}){advice}", without_values(db.message()), db.code().code()))
+    let code = db.code().code();
+    let kind = postgres_kind(code);
+    Error::new(kind, format!("PostgreSQL: {} ({code}){}", without_values(db.message()), advice(kind, code)))
 }
 
 pub(super) fn chain(error: &dyn std::error::Error) -> String {

@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use super::sqlite_threads::{self as threads, Haste, Job, OpenFile, Queue, Request};
 use super::{Options, Skew};
 use crate::cold::{self, Register};
-use crate::error::{Error, Kind, Result, sqlite_kind};
+use crate::error::{Error, Kind, Result, advice, sqlite_kind};
 use crate::lanes::{LaneRules, Lanes};
 use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Message, parse_headers};
@@ -357,8 +357,7 @@ pub(crate) fn on_connection<R>(connection: &Connection, work: impl AsyncFnOnce(&
 pub(super) fn classify(error: &rusqlite::Error) -> Error {
     let code = error.sqlite_error().map_or(1, |e| e.extended_code);
     let kind = sqlite_kind(code, &error.to_string());
-    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
-    Error::new(kind, format!("SQLite: {error}{advice}"))
+    Error::new(kind, format!("SQLite: {error}{}", advice(kind, "")))
 }
 
 const CLAIMED: &str = "id, shard_id, due_at, lease_token, attempts, crashes, maybe_sent, target, active_key, payload, content_type, headers, \

@@ -10,7 +10,7 @@ use crate::error::mysql_kind;
 use crate::error::postgres_kind;
 #[cfg(feature = "sqlx-sqlite")]
 use crate::error::sqlite_kind;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, advice};
 use crate::tx::{BoxFuture, Dialect, Row, Tx, Value};
 
 /// Runs a statement on a connection of sqlx. Statements are of ours or a peer's; values are always bound.
@@ -65,8 +65,7 @@ fn classify(product: &str, error: &::sqlx::Error, kind: impl FnOnce(&dyn Databas
         _ => Kind::Database,
     };
     let text = error.as_database_error().map_or_else(|| error.to_string(), |db| super::without_values(db.message()));
-    let advice = if kind == Kind::Schema { "; run `postrider migrate` first" } else { "" };
-    Error::new(kind, format!("{product}: {text}{advice}"))
+    Error::new(kind, format!("{product}: {text}{}", advice(kind, "")))
 }
 
 // ---- PostgreSQL ----
