@@ -90,7 +90,7 @@ sweep-some: ## One fault of 23 of the sweep, on a machine with nothing else to d
 	$(WITH_DATABASES) cargo test --locked --workspace --all-features --test it -- --ignored sweep:: --test-threads=1
 
 .PHONY: databases
-databases: ## Run the suites on other releases, brought along: NAMES="postgres-13 postgres-18 pgbouncer mysql-9.7 mariadb-11.8"
+databases: ## Run the suites on the servers people have, and write the table of README; NAMES="mysql-9.7 pgbouncer" only those
 	scripts/databases.sh $(NAMES)
 
 .PHONY: packaging

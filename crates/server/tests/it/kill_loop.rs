@@ -15,9 +15,11 @@ use crate::scratch::Database;
 
 /// A message may lose a worker each time, and is no poison for that.
 const CRASHES: i64 = 1000;
-/// So many are there at first, and so many come with each worker.
+/// So many are there at first, and so many come with each pack of workers.
 const FIRST: usize = 2000;
-const MORE: usize = 10;
+const MORE: usize = 20;
+/// Workers that run beside each other until each is killed in its turn.
+const PACK: usize = 4;
 
 fn killed_over_and_over(database: Database) {
     let _alone = ONE_FLEET.lock().unwrap_or_else(|e| e.into_inner());
@@ -36,8 +38,16 @@ fn killed_over_and_over(database: Database) {
         total += count;
     };
     enqueue(FIRST);
-    for round in 0..kills {
-        let worker = home.start_silent(&["worker", "--lane", "fleet"]);
+    for _ in 0..kills.div_ceil(PACK) {
+        let workers = [(); PACK].map(|()| home.start_silent(&["worker", "--lane", "fleet"]));
+        enqueue(MORE);
+        // Some die before they have claimed anything, some in the middle of everything.
+        for worker in workers {
+            std::thread::sleep(Duration::from_millis(fastrand::u64(5..100)));
+            worker.signal(Signal::KILL);
+        }
+    }
+    let worker = home.start_silent(&["worker", "--lane", "fleet"]);
         if round % 4 == 0 {
             enqueue(MORE);
         }
@@ -57,7 +67,8 @@ fn killed_over_and_over(database: Database) {
     let limits = Some(Limits { attempts: 8, crashes: CRASHES });
     let judgement = History { enqueued, book: receiver.log(), rows, limits }.judge();
     judgement.is_clean();
-    println!("{kills} kills: {} of {total} messages went out more than once", judgement.duplicates);
+    let killed = kills.next_multiple_of(PACK);
+    println!("{killed} kills: {total} messages, {} went out more than once, each for a reason", judgement.duplicates);
     assert!(judgement.duplicates < total, "most went out once");
     wait_until("the doctor finds nothing", || home.run(&["doctor", "--json"]).code == 0);
 }
