@@ -48,14 +48,6 @@ fn killed_over_and_over(database: Database) {
         }
     }
     let worker = home.start_silent(&["worker", "--lane", "fleet"]);
-        if round % 4 == 0 {
-            enqueue(MORE);
-        }
-        // Some die before they have claimed anything, some in the middle of everything.
-        std::thread::sleep(Duration::from_millis(fastrand::u64(10..250)));
-        worker.signal(Signal::KILL);
-    }
-    let worker = home.start_silent(&["worker", "--lane", "fleet"]);
     wait_long_until("everything has ended", Duration::from_secs(120), || live(&home) == 0);
     drop(worker);
 
