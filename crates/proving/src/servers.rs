@@ -10,6 +10,7 @@ mod account;
 mod folder;
 mod install;
 mod mariadb;
+mod pgbouncer;
 mod postgres;
 
 use std::ffi::{OsStr, OsString};
@@ -26,6 +27,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 pub use folder::Folder;
 pub use install::{install, program};
+pub use pgbouncer::Pooler;
 
 pub type Postgres = Server<postgres::Engine>;
 pub type MariaDb = Server<mariadb::Engine>;

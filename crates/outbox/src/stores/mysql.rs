@@ -49,12 +49,36 @@ impl Connect for Connector {
             error.kind = Kind::Unreachable;
             error.during(&format!("cannot connect to {}", self.shown))
         });
-        connected.map(|conn| Session(Some(conn)))
+        let mut session = Session(Some(connected?));
+        let (version, mut is_mariadb) = (session.server_version(), false);
+        if version.0 == 10 {
+            // One day MySQL may be so far, too.
+            let told: Option<String> =
+                session.query_first("SELECT VERSION()").await.map_err(|e: mysql_async::Error| classify(&e))?;
+            is_mariadb = told.is_some_and(|told| told.contains("MariaDB"));
+        }
+        match too_old(version, is_mariadb) {
+            Some(text) => Err(Error::new(Kind::Schema, text).during(&format!("cannot use {}", self.shown))),
+            None => Ok(session),
+        }
     }
 
     fn is_open(_: &Session) -> bool {
         true // a dead one shows at its next use, and is then closed
     }
+}
+
+/// What skips no locked rows cannot be used, nor what was never tried.
+fn too_old(version: (u16, u16, u16), is_mariadb: bool) -> Option<String> {
+    let (product, oldest) = match is_mariadb {
+        true => ("MariaDB", (10, 6, 0)),
+        false => ("MySQL", (8, 0, 4)),
+    };
+    let dotted = |(a, b, c)| format!("{a}.{b}.{c}");
+    (version < oldest).then(|| {
+        let needs = format!("{} and newer will do, which can skip rows that others have locked", dotted(oldest));
+        format!("{product} {} is too old: {needs}", dotted(version))
+    })
 }
 
 /// A connection whose socket is closed as soon as it is dropped. In a runtime the driver would first wait for what the
@@ -914,5 +938,21 @@ impl super::Shortcut for MysqlStore {
             answer
         })
         .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_servers_are_refused() {
+        for (version, is_mariadb) in [((10, 6, 0), true), ((12, 1, 2), false), ((8, 0, 4), false), ((9, 7, 4), false)] {
+            assert_eq!(too_old(version, is_mariadb), None);
+        }
+        let says = |version, is_mariadb| too_old(version, is_mariadb).unwrap();
+        assert!(says((10, 5, 29), true).starts_with("MariaDB 10.5.29 is too old: 10.6.0 and newer will do"));
+        assert!(says((5, 7, 44), false).starts_with("MySQL 5.7.44 is too old: 8.0.4 and newer will do"));
+        assert_eq!(too_old((10, 5, 0), false), None, "MySQL may be so far one day");
     }
 }

@@ -147,6 +147,8 @@ struct Connector {
 
 pub(crate) struct Connection {
     client: Client,
+    /// What the server says of its version.
+    server: String,
     /// The session has our limits, so no transaction needs to set them. Not so behind a pooler.
     limited: bool,
     statements: HashMap<String, Statement>,
@@ -167,6 +169,10 @@ impl Connect for Connector {
         let begun = async {
             let connection =
                 self.begin_session().await.map_err(|e| Error { kind: Kind::Unreachable, ..classify(&e) })?;
+            if is_too_old(&connection.server) {
+                let text = format!("PostgreSQL {} is too old: 13 and newer will do", connection.server);
+                return Err(Error::new(Kind::Schema, text));
+            }
             timeline::look(&connection.client, &self.schema).await?;
             Ok(connection)
         };
@@ -203,12 +209,19 @@ impl Connector {
 
 async fn open(config: &Config, tls: &MakeRustlsConnect) -> Result<Connection, tokio_postgres::Error> {
     let (client, connection) = config.connect(tls.clone()).await?;
+    let server = connection.parameter("server_version").unwrap_or_default().to_owned();
     let driver = tokio::spawn(async move {
         if let Err(error) = connection.await {
             tracing::debug!(%error, "a PostgreSQL connection ended");
         }
     });
-    Ok(Connection { client, limited: false, statements: HashMap::new(), driver })
+    Ok(Connection { client, server, limited: false, statements: HashMap::new(), driver })
+}
+
+/// `12.22 (Debian 12.22-1)`, `17beta1`; what is no number is somebody else's way to count.
+fn is_too_old(version: &str) -> bool {
+    let major = version.split(|c: char| !c.is_ascii_digit()).next().unwrap_or_default();
+    major.parse::<u32>().is_ok_and(|major| major < 13)
 }
 
 fn is_true(answer: &SimpleQueryMessage) -> bool {
@@ -975,5 +988,20 @@ where
     tokio::select! {
         answer = listening => answer,
         () = messages => Ok(true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_servers_are_refused() {
+        for version in ["13.23", "15.13 (Debian 15.13-0+deb12u1)", "19beta1", "", "CockroachDB"] {
+            assert!(!is_too_old(version), "{version}");
+        }
+        for version in ["12.22 (Debian 12.22-1)", "9.6.24"] {
+            assert!(is_too_old(version), "{version}");
+        }
     }
 }

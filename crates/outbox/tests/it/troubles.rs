@@ -238,7 +238,9 @@ async fn row_32_a_claim_that_was_kept_waiting_has_its_whole_lease(db: Database) 
     assert_eq!((message.id, message.lease_token), (id, 1), "after {asked} attempts");
     let left = match db.dialect {
         Dialect::Sqlite => "SELECT lease_until / 1000 - CAST(unixepoch('subsec') * 1000 AS INTEGER) FROM outbox",
-        Dialect::Postgres => "SELECT (extract(epoch FROM (lease_until - clock_timestamp())) * 1000)::bigint FROM outbox",
+        Dialect::Postgres => {
+            "SELECT (extract(epoch FROM (lease_until - clock_timestamp())) * 1000)::bigint FROM outbox"
+        }
         Dialect::Mysql => "SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), lease_until) DIV 1000 FROM outbox",
     };
     let left = db.raw().await.number(left).await;

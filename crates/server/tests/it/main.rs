@@ -32,6 +32,7 @@ mod on_every_database;
 mod openmemory;
 mod orders;
 mod outage;
+mod pooler;
 mod readers;
 mod receiver;
 mod requeue;
