@@ -4,7 +4,8 @@
 //! the gap beside it, with other people's messages in it, for as long as the transaction was open. The primary key of
 //! this table locks one entry. PostgreSQL and SQLite have a partial unique index that does as well, and need none of this.
 //!
-//! A key is taken before its message is written, under the id 0 that nobody else can see, and freed with its end.
+//! A key is taken before its message is written, under the id 0 that nobody else can see, and freed with its end. Triggers of
+//! the live table say whose it is, and take it for those who did not, such as SQL by hand and a process of the version before.
 
 use std::collections::HashSet;
 
@@ -24,7 +25,7 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// Takes those keys of one lane that are free; answers which. Whoever gives them in order cannot deadlock with another who
-/// does. They have no message yet: `name` them before the transaction ends.
+/// does. They have no message until one is written.
 pub(crate) async fn take<T: Tx + ?Sized>(tx: &mut T, wanted: &[Wanted<'_>]) -> Result<HashSet<String>> {
     let mut taken = HashSet::with_capacity(wanted.len());
     for part in wanted.chunks(MANY) {
@@ -50,22 +51,6 @@ pub(crate) async fn take<T: Tx + ?Sized>(tx: &mut T, wanted: &[Wanted<'_>]) -> R
         }
     }
     Ok(taken)
-}
-
-/// Says whose these keys are. Those that were not taken before are taken now, and one that another has is an error.
-pub(crate) async fn name<T: Tx + ?Sized>(tx: &mut T, named: &[(Wanted<'_>, i64)], taken: bool) -> Result<()> {
-    let tail = if taken { " ON DUPLICATE KEY UPDATE outbox_id = VALUES(outbox_id)" } else { "" };
-    for part in named.chunks(MANY) {
-        let values = vec!["(?, ?, ?, ?)"; part.len()].join(", ");
-        let params: Vec<Value> = part
-            .iter()
-            .flat_map(|(w, id)| [w.lane.into(), w.key.into(), (*id).into(), w.sha.as_slice().into()])
-            .collect();
-        let sql =
-            format!("INSERT INTO outbox_active_keys (lane, active_key, outbox_id, payload_sha) VALUES {values}{tail}");
-        tx.execute(&sql, &params).await?;
-    }
-    Ok(())
 }
 
 /// Who has a key, and the digest of its payload: the newest answer, whatever the caller's isolation. Locks no message, as

@@ -87,7 +87,7 @@ pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
     }
     let Admit::By { sql, params } = admit else {
         let all: Vec<usize> = (0..messages.len()).collect();
-        insert_admitted(tx, &prepared, &all, &mut answers).await?;
+        insert_in_chunks(tx, &prepared, &all, &[], &mut answers).await?;
         return Ok(answers);
     };
     if tx.dialect() == Dialect::Postgres && messages.len() <= CHUNK_ROWS {
@@ -104,23 +104,9 @@ pub(crate) async fn enqueue_admitted<T: Tx + ?Sized>(
         admitted.extend(places.get(row.text(0)?.as_str()));
     }
     admitted.sort_unstable();
-    insert_admitted(tx, &prepared, &admitted, &mut answers).await?;
+    // Their active keys are theirs for sure: one that is taken is an error.
+    insert_in_chunks(tx, &prepared, &admitted, &[], &mut answers).await?;
     Ok(answers)
-}
-
-/// Inserts messages whose active keys are theirs for sure: one that is taken is an error.
-async fn insert_admitted<T: Tx + ?Sized>(
-    tx: &mut T,
-    prepared: &[Prepared<'_>],
-    admitted: &[usize],
-    answers: &mut [Option<Entry>],
-) -> Result<()> {
-    insert_in_chunks(tx, prepared, admitted, &[], answers).await?;
-    if tx.dialect() == Dialect::Mysql {
-        let rows = admitted.iter().filter_map(|&i| Some((&prepared[i], answers[i]?.id)));
-        name_active_keys(tx, rows, false).await?;
-    }
-    Ok(())
 }
 
 /// Writes the messages and answers in their order. Nothing is written for one that exists or differs. An error leaves
@@ -302,22 +288,11 @@ async fn insert_unless_active_mysql<T: Tx + ?Sized>(
         return Ok(vec![]);
     }
     let ids = insert_rows(tx, &rows, &[]).await?;
-    name_active_keys(tx, rows.iter().copied().zip(ids.iter().copied()), true).await?;
     Ok(ids.into_iter().zip(rows).map(|(id, p)| (id, p.message.active_key.clone())).collect())
 }
 
 fn wanted<'a>(p: &'a Prepared<'_>) -> Option<Wanted<'a>> {
     Some(Wanted { lane: &p.message.lane, key: p.message.active_key.as_deref()?, sha: &p.sha })
-}
-
-/// MySQL: writes down whose active keys these are now.
-async fn name_active_keys<'a, T: Tx + ?Sized>(
-    tx: &mut T,
-    rows: impl Iterator<Item = (&'a Prepared<'a>, i64)>,
-    taken: bool,
-) -> Result<()> {
-    let named: Vec<(Wanted<'_>, i64)> = rows.filter_map(|(p, id)| Some((wanted(p)?, id))).collect();
-    active_keys::name(tx, &named, taken).await
 }
 
 fn digest(p: &Prepared<'_>) -> Sha {

@@ -35,7 +35,7 @@ macro_rules! migrations {
     };
 }
 
-const MIGRATIONS: &[Migration] = &migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses", 4 "V004__alerts", 5 "V005__keys_by_lane", 6 "V006__enqueue_without_locks", 7 "V007__times_are_numbers", 8 "V008__former_keys", 9 "V009__alerts_in_order", 10 "V010__alerts_that_wait", 11 "V011__active_keys", 12 "V012__cheaper_checks", 13 "V013__messages_newer_than_a_snapshot"];
+const MIGRATIONS: &[Migration] = &migrations![1 "V001__outbox", 2 "V002__enqueue_from_sql", 3 "V003__pauses", 4 "V004__alerts", 5 "V005__keys_by_lane", 6 "V006__enqueue_without_locks", 7 "V007__times_are_numbers", 8 "V008__former_keys", 9 "V009__alerts_in_order", 10 "V010__alerts_that_wait", 11 "V011__active_keys", 12 "V012__cheaper_checks", 13 "V013__messages_newer_than_a_snapshot", 14 "V014__active_keys_of_all"];
 
 /// The kernel's own migrations.
 pub fn kernel_migrations() -> Vec<Migration> {

@@ -153,6 +153,36 @@ BEGIN
         COMMIT;
     END IF;
 END;
+-- step: whoever knows nothing of this table, as a process of the version before, meets it all the same: with `INSERT IGNORE`
+-- its row is left out where the key is another's, with `INSERT` it is a duplicate, as by the unique index that goes now
+CREATE TRIGGER outbox_takes_active_key BEFORE INSERT ON outbox FOR EACH ROW
+BEGIN
+    DECLARE v_holder BIGINT;
+    IF NEW.active_key IS NOT NULL THEN
+        INSERT IGNORE INTO outbox_active_keys (lane, active_key, outbox_id, payload_sha)
+        VALUES (NEW.lane, NEW.active_key, 0, COALESCE(NEW.payload_sha, UNHEX(SHA2(NEW.payload, 256))));
+        SELECT outbox_id INTO v_holder FROM outbox_active_keys
+         WHERE lane = NEW.lane AND active_key = NEW.active_key LOCK IN SHARE MODE;
+        -- Without a message yet it is ours; a dead message that comes back has its own already.
+        IF v_holder NOT IN (0, NEW.id) THEN
+            IF EXISTS (SELECT 1 FROM outbox WHERE id = v_holder) OR NOT EXISTS (
+                SELECT 1 FROM outbox_active_keys WHERE lane = NEW.lane AND active_key = NEW.active_key AND outbox_id = v_holder
+            ) THEN
+                SET NEW.id = v_holder;
+            ELSE
+                -- Its message was taken away by hand: the key is free.
+                UPDATE outbox_active_keys SET outbox_id = 0 WHERE lane = NEW.lane AND active_key = NEW.active_key;
+            END IF;
+        END IF;
+    END IF;
+END;
+-- step
+CREATE TRIGGER outbox_names_active_key AFTER INSERT ON outbox FOR EACH ROW
+BEGIN
+    IF NEW.active_key IS NOT NULL THEN
+        UPDATE outbox_active_keys SET outbox_id = NEW.id WHERE lane = NEW.lane AND active_key = NEW.active_key AND outbox_id = 0;
+    END IF;
+END;
 -- step: messages are found by their active key as before
 ALTER TABLE outbox DROP KEY uniq_outbox_active_key, ADD KEY idx_outbox_active_key (lane, active_key);
 -- step: those that came in meanwhile

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use bytes::Bytes;
 use mysql_async::prelude::Queryable;
 use postrider::error::Kind;
+use postrider::outcome::{Settled, Verdict};
 use postrider::store::{Claim, From, Status};
 use postrider::tx::Dialect;
 use postrider::{Enqueued, NewMessage, Timestamp};
@@ -12,6 +13,7 @@ use postrider::{Enqueued, NewMessage, Timestamp};
 use crate::harness::{Database, Raw, claim_of, created, dead, lanes, on_every_store, retry, secs};
 
 on_every_store! {
+    p8_an_active_key_holds_against_whoever_writes_rows_alone,
     sql_enqueue_refuses_what_the_library_refuses,
     p1_enqueued_stays_until_it_ended_and_is_past_retention,
     p1_bytes_survive,
@@ -816,4 +818,43 @@ async fn sql_enqueue_refuses_what_the_library_refuses(db: Database) {
         assert!(error.contains(says), "{sql}: {error}");
     }
     assert_eq!(db.counts().await, [0; 4]);
+}
+
+/// SQL by hand, and processes of a version that knew of no other place for keys: the database keeps them out.
+async fn p8_an_active_key_holds_against_whoever_writes_rows_alone(db: Database) {
+    let message = |key: &str| NewMessage::new("a", "x").active_key(key.to_owned());
+    let ours = created(db.enqueue(message("ours")).await);
+    let now = match db.dialect {
+        Dialect::Sqlite => "1",
+        Dialect::Postgres => "now()",
+        Dialect::Mysql => "UTC_TIMESTAMP(6)",
+    };
+    let row = |key: &str| format!("('a', {now}, '{key}', 'x', {now}, {now})");
+    let columns = "outbox (lane, due_at, active_key, payload, created_at, updated_at) VALUES";
+    let mut hand = db.raw().await;
+    let refused = hand.run(&format!("INSERT INTO {columns} {}", row("ours"))).await.unwrap_err();
+    assert!(refused.to_lowercase().contains("unique") || refused.contains("Duplicate"), "{refused}");
+    let (verb, tail) = match db.dialect {
+        Dialect::Mysql => ("INSERT IGNORE", ""),
+        _ => ("INSERT", "ON CONFLICT DO NOTHING"),
+    };
+    let some = format!("{verb} INTO {columns} {}, {}, {} {tail}", row("theirs"), row("ours"), row("last"));
+    hand.run(&some).await.unwrap();
+    let theirs = "SELECT COUNT(*) FROM outbox WHERE active_key IN ('theirs', 'last')";
+    assert_eq!((db.count("outbox").await, hand.number(theirs).await), (3, 2), "the one that is taken is left out");
+
+    // Theirs keep us out, as ours keep them; and what is gone, by whatever way, is free for both.
+    assert_eq!(db.enqueue(message("theirs")).await.outcome, Enqueued::Exists);
+    assert_eq!(db.enqueue(message("last")).await.outcome, Enqueued::Exists);
+    hand.run("DELETE FROM outbox WHERE active_key = 'theirs'").await.unwrap();
+    hand.run(&format!("DELETE FROM outbox WHERE id = {ours}")).await.unwrap();
+    created(db.enqueue(message("theirs")).await);
+    hand.run(&format!("INSERT INTO {columns} {}", row("ours"))).await.unwrap();
+    assert_eq!(db.enqueue(message("ours")).await.outcome, Enqueued::Exists);
+    for leased in db.claim("a", "w", 10).await {
+        assert_eq!(db.settle("a", "w", leased.lease(), Verdict::sent()).await, Settled::Applied);
+    }
+    for key in ["ours", "theirs", "last"] {
+        created(db.enqueue(message(key)).await);
+    }
 }

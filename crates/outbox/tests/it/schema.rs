@@ -12,7 +12,7 @@ use postrider::{Enqueued, NewMessage, Timestamp};
 
 use crate::harness::{self, Database, Raw, created, dead, lanes, on_every_store, retry, secs};
 
-const MIGRATIONS: [&str; 13] = [
+const MIGRATIONS: [&str; 14] = [
     "V001__outbox",
     "V002__enqueue_from_sql",
     "V003__pauses",
@@ -26,6 +26,7 @@ const MIGRATIONS: [&str; 13] = [
     "V011__active_keys",
     "V012__cheaper_checks",
     "V013__messages_newer_than_a_snapshot",
+    "V014__active_keys_of_all",
 ];
 
 on_every_store! {

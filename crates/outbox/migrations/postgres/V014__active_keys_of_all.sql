@@ -1,0 +1,2 @@
+-- Nothing to do: the unique index is everybody's.
+SELECT 1;
