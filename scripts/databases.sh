@@ -4,7 +4,8 @@
 # NAME: postgres-13 postgres-15 postgres-18 pgbouncer mysql-9.7 mariadb-10.11 mariadb-11.8; all of them without one. For each,
 # the suites (what they ask, EXPLAIN, the oracle), one fault of 23 of the sweep, and deaths at commits. `--kernel`: only the
 # suites of the kernel, as in CI. What is needed is fetched with npm and apt-get into target/databases and installed nowhere;
-# postgres-15 and mariadb-10.11 are the distribution's own, as in `make test`. Prints a table; a run of all writes README's.
+# postgres-15 and mariadb-10.11 are the distribution's own, as in `make test`. Prints a table, and
+# writes the rows of README's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -209,15 +210,19 @@ for name in "${names[@]}"; do
     echo "$row"
     grep -E '^test .* FAILED$' "$home/$name.log" || true
     if [[ $name == postgres-15 || $name == mariadb-10.11 ]]; then stop -TERM; else stop; fi
+    rm -rf "${data:?}"/*
 done
 
-if [[ -z $kernel && ${names[*]} == "${everything[*]}" ]]; then
-    python3 - "${rows[@]}" <<'PYTHON'
+if [[ -z $kernel ]]; then
+    python3 - "${everything[*]}" "${rows[@]}" <<'PYTHON'
 import pathlib, re, sys
-readme = pathlib.Path("README.md")
+readme, order = pathlib.Path("README.md"), sys.argv[1].split()
 head = "| | it says it is | suites | faults on the wire | deaths at commits |\n| --- | --- | --- | --- | --- |\n"
-between = "\\1\n" + head + "\n".join(sys.argv[1:]) + "\n\\2"
-readme.write_text(re.sub(r"(<!-- databases -->).*(<!-- /databases -->)", between, readme.read_text(), flags=re.S))
+name = lambda row: row.split(" | ")[0].strip("| ")
+def table(found):
+    rows = {name(row): row for row in found[2].splitlines() + sys.argv[2:] if name(row) in order}
+    return found[1] + head + "".join(row + "\n" for row in sorted(rows.values(), key=lambda row: order.index(name(row)))) + found[3]
+readme.write_text(re.sub(r"(<!-- databases -->\n)(.*)(<!-- /databases -->)", table, readme.read_text(), flags=re.S))
 PYTHON
 fi
 exit $failed
