@@ -161,7 +161,7 @@ while read -r crate path; do binary[$crate]=$path; done < <(
 import json, pathlib, sys
 for line in sys.stdin:
     said = json.loads(line)
-    if said.get("executable"):
+    if said.get("executable") and said["target"]["name"] == "it":
         print(pathlib.Path(said["manifest_path"]).parent.name, said["executable"])')
 
 passed() { # passed FILTER CRATE… : how many of how many; the log is kept
