@@ -131,6 +131,7 @@ scm-million: ## Read a Git history of a million commits, and see that memory doe
 
 .PHONY: ci
 ci: lint test sweep-some mutants-some api receivers mcp ## Everything CI runs
+	$(MAKE) databases NAMES="--kernel mysql-9.7 postgres-18"
 	VERIFY_FULL=1 $(MAKE) verify-unified
 	$(MAKE) demo
 	$(MAKE) packaging

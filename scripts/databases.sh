@@ -202,8 +202,10 @@ for name in "${names[@]}"; do
     if [[ $kernel ]]; then
         row="| $name | $version | $(passed "$kind" outbox) |"
     else
-        row="| $name | $version | $(passed "$kind" outbox webhooks orders memories) | $(
-            passed "--ignored --test-threads=1 sweep::$kind" proving webhooks orders) | $(passed "crash_points::$kind" server) |"
+        # Through a pooler the sweep cannot see which of the server's sessions is left.
+        sweep=-
+        [[ $name == pgbouncer ]] || sweep=$(passed "--ignored --test-threads=1 sweep::$kind" proving webhooks orders)
+        row="| $name | $version | $(passed "$kind" outbox webhooks orders memories) | $sweep | $(passed "crash_points::$kind" server) |"
     fi
     [[ $row != *" of "* && $row != *none* ]] || failed=1
     rows+=("$row")

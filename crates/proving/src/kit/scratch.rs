@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use mysql_async::prelude::Queryable;
 
+use super::Session;
+
 pub struct Scratch {
     pub url: String,
     /// What drops it: the server's URL and the statement.
@@ -45,9 +47,10 @@ async fn run(server: &str, sql: &str) {
         let mut conn = mysql_async::Conn::from_url(server).await.expect("MySQL");
         // A connection a test left open would keep its tables locked for ever. (PostgreSQL: FORCE.)
         if let Some(name) = sql.strip_prefix("DROP DATABASE IF EXISTS ") {
-            let open = format!("SELECT id FROM information_schema.processlist WHERE db = '{name}'");
-            for id in conn.query::<u64, _>(open).await.expect("the process list") {
-                let _ = conn.query_drop(format!("KILL {id}")).await;
+            for (id, database) in Session::of_mysql(&mut conn).await {
+                if database.as_deref() == Some(name) {
+                    let _ = conn.query_drop(format!("KILL {id}")).await;
+                }
             }
         }
         // MariaDB cannot remove the folder while a file of a connection just ended is still there.

@@ -80,6 +80,19 @@ impl Session {
         }
     }
 
+    /// The sessions of a MySQL server, and the databases they are in. Its table of them cannot be asked: MySQL fails where a
+    /// statement that runs has bytes in it that are no text.
+    pub async fn of_mysql(conn: &mut mysql_async::Conn) -> Vec<(u64, Option<String>)> {
+        let rows: Vec<mysql_async::Row> = conn.query("SHOW PROCESSLIST").await.expect("the process list");
+        rows.into_iter().map(|mut row| (row.take("Id").expect("an id"), row.take("db").expect("a database"))).collect()
+    }
+
+    /// Is this session of a MySQL server there?
+    pub async fn is_there(&mut self, id: u64) -> bool {
+        let Session::Mysql(conn) = self else { panic!("no session of MySQL") };
+        Session::of_mysql(conn).await.iter().any(|(of, _)| *of == id)
+    }
+
     /// The first column of a query, as text.
     pub async fn texts(&mut self, sql: &str) -> Vec<String> {
         match self {

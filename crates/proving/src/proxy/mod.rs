@@ -262,9 +262,7 @@ impl Shared {
             (Wire::Mysql, Link::Open) => return false,
             (Wire::Mysql, Link::Frozen) if !limited => return false,
             // It ends silent sessions, with a transaction or without.
-            (Wire::Mysql, Link::Closed | Link::Frozen) => {
-                format!("SELECT COUNT(*) FROM information_schema.processlist WHERE id = {id}")
-            }
+            (Wire::Mysql, Link::Closed | Link::Frozen) => return admin.is_there(u64::from(id)).await,
         };
         admin.number(&sql).await > 0
     }
@@ -274,19 +272,20 @@ impl Shared {
         let backend = self.state().backends.iter().find(|b| b.connection == connection).copied();
         let Some(backend) = backend else { return };
         let mut admin = Session::to(&self.direct).await;
-        let (end, gone) = match self.wire {
-            Wire::Postgres => (
-                format!("SELECT pg_terminate_backend({})", backend.id),
-                format!("SELECT COUNT(*) FROM pg_stat_activity WHERE pid = {}", backend.id),
-            ),
-            Wire::Mysql => (
-                format!("KILL {}", backend.id),
-                format!("SELECT COUNT(*) FROM information_schema.processlist WHERE id = {}", backend.id),
-            ),
+        let id = backend.id;
+        let end = match self.wire {
+            Wire::Postgres => format!("SELECT pg_terminate_backend({id})"),
+            Wire::Mysql => format!("KILL {id}"),
         };
         // It may have ended by itself meanwhile.
         let _ = admin.run(&end).await;
-        while admin.number(&gone).await > 0 {
+        let is_there = async |admin: &mut Session| match self.wire {
+            Wire::Postgres => {
+                admin.number(&format!("SELECT COUNT(*) FROM pg_stat_activity WHERE pid = {id}")).await > 0
+            }
+            Wire::Mysql => admin.is_there(u64::from(id)).await,
+        };
+        while is_there(&mut admin).await {
             tokio::time::sleep(POLL).await;
         }
     }

@@ -108,7 +108,9 @@ async fn mysql_goes_by_indexes() {
         for row in home.rows(&format!("EXPLAIN FORMAT=TRADITIONAL {sql}")).await {
             let (kind, key) = (row.opt_text(3).unwrap(), row.opt_text(5).unwrap());
             assert_ne!(kind.as_deref(), Some("ALL"), "{sql}");
-            assert!(names.contains(&key.as_deref().unwrap_or("none")), "{sql} goes by {key:?}, not by {names:?}");
+            // MySQL may meet in the middle of several.
+            let goes_by: Vec<&str> = key.as_deref().unwrap_or("none").split(',').collect();
+            assert!(goes_by.iter().any(|key| names.contains(key)), "{sql} goes by {key:?}, not by {names:?}");
         }
     }
 }
