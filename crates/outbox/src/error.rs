@@ -179,6 +179,9 @@ pub(crate) fn sqlite_kind(code: i32, message: &str) -> Kind {
 pub(crate) fn advice(kind: Kind, code: &str) -> &'static str {
     match code {
         _ if kind == Kind::Schema => "; run `postrider migrate` first",
+        "26000" | "42P05" => {
+            "; a pooler that changes sessions must know prepared statements: PgBouncer 1.21 or newer, with max_prepared_statements = 200"
+        }
         "53300" | "1040" => "; raise its max_connections, or let fewer processes connect (each has up to eight)",
         _ => "",
     }

@@ -164,14 +164,15 @@ BEGIN
         SELECT outbox_id INTO v_holder FROM outbox_active_keys
          WHERE lane = NEW.lane AND active_key = NEW.active_key LOCK IN SHARE MODE;
         -- Without a message yet it is ours; a dead message that comes back has its own already.
-        IF v_holder NOT IN (0, NEW.id) THEN
+        IF v_holder NOT IN (0, COALESCE(NEW.id, 0)) THEN
             IF EXISTS (SELECT 1 FROM outbox WHERE id = v_holder) OR NOT EXISTS (
                 SELECT 1 FROM outbox_active_keys WHERE lane = NEW.lane AND active_key = NEW.active_key AND outbox_id = v_holder
             ) THEN
                 SET NEW.id = v_holder;
             ELSE
                 -- Its message was taken away by hand: the key is free.
-                UPDATE outbox_active_keys SET outbox_id = 0 WHERE lane = NEW.lane AND active_key = NEW.active_key;
+                UPDATE outbox_active_keys SET outbox_id = 0, payload_sha = COALESCE(NEW.payload_sha, UNHEX(SHA2(NEW.payload, 256)))
+                 WHERE lane = NEW.lane AND active_key = NEW.active_key;
             END IF;
         END IF;
     END IF;

@@ -50,17 +50,15 @@ impl Connect for Connector {
             error.during(&format!("cannot connect to {}", self.shown))
         });
         let mut session = Session(Some(connected?));
-        let (version, mut is_mariadb) = (session.server_version(), false);
-        if version.0 == 10 {
-            // One day MySQL may be so far, too.
+        // What it said first may have been a proxy's word, and one day MySQL may be at 10, too.
+        if session.server_version() < (11, 0, 0) {
             let told: Option<String> =
                 session.query_first("SELECT VERSION()").await.map_err(|e: mysql_async::Error| classify(&e))?;
-            is_mariadb = told.is_some_and(|told| told.contains("MariaDB"));
+            if let Some(text) = too_old(&told.unwrap_or_default()) {
+                return Err(Error::new(Kind::Schema, text).during(&format!("cannot use {}", self.shown)));
+            }
         }
-        match too_old(version, is_mariadb) {
-            Some(text) => Err(Error::new(Kind::Schema, text).during(&format!("cannot use {}", self.shown))),
-            None => Ok(session),
-        }
+        Ok(session)
     }
 
     fn is_open(_: &Session) -> bool {
@@ -69,15 +67,18 @@ impl Connect for Connector {
 }
 
 /// What skips no locked rows cannot be used, nor what was never tried.
-fn too_old(version: (u16, u16, u16), is_mariadb: bool) -> Option<String> {
-    let (product, oldest) = match is_mariadb {
-        true => ("MariaDB", (10, 6, 0)),
-        false => ("MySQL", (8, 0, 4)),
+fn too_old(version: &str) -> Option<String> {
+    let (product, oldest) = match version.contains("MariaDB") {
+        true => ("MariaDB", [10, 6, 0]),
+        false => ("MySQL", [8, 0, 4]),
     };
-    let dotted = |(a, b, c)| format!("{a}.{b}.{c}");
-    (version < oldest).then(|| {
-        let needs = format!("{} and newer will do, which can skip rows that others have locked", dotted(oldest));
-        format!("{product} {} is too old: {needs}", dotted(version))
+    let numbers: Vec<u32> =
+        version.split(|c: char| !c.is_ascii_digit()).map_while(|n| n.parse().ok()).take(3).collect();
+    (!numbers.is_empty() && numbers[..] < oldest[..]).then(|| {
+        let oldest = oldest.map(|n| n.to_string()).join(".");
+        format!(
+            "{product} {version} is too old: {oldest} and newer will do, which can skip rows that others have locked"
+        )
     })
 }
 
@@ -431,6 +432,9 @@ impl MysqlStore {
         ];
         let opts =
             OptsBuilder::from_opts(opts).setup(setup).stmt_cache_size(64).tcp_nodelay(true).client_found_rows(true);
+        // The driver would ask the server for the path of its socket and go there, on this machine: at best past a proxy, at
+        // worst to another server.
+        let opts = if url.contains("prefer_socket=") { opts } else { opts.prefer_socket(false) };
         let pool = Pool::new(Connector { opts: opts.into(), shown: without_password(url) }, &options);
         let (schema, deadline) = (Schema::with(&options.migrations), options.deadline);
         Ok(MysqlStore { lanes, schema, skew: Arc::default(), pool, deadline })
@@ -947,12 +951,13 @@ mod tests {
 
     #[test]
     fn old_servers_are_refused() {
-        for (version, is_mariadb) in [((10, 6, 0), true), ((12, 1, 2), false), ((8, 0, 4), false), ((9, 7, 4), false)] {
-            assert_eq!(too_old(version, is_mariadb), None);
+        for version in
+            ["10.6.0-MariaDB", "10.11.19-MariaDB-0+deb12u1-log", "8.0.4-rc-log", "9.7.4-2", "10.5.0", "other"]
+        {
+            assert_eq!(too_old(version), None);
         }
-        let says = |version, is_mariadb| too_old(version, is_mariadb).unwrap();
-        assert!(says((10, 5, 29), true).starts_with("MariaDB 10.5.29 is too old: 10.6.0 and newer will do"));
-        assert!(says((5, 7, 44), false).starts_with("MySQL 5.7.44 is too old: 8.0.4 and newer will do"));
-        assert_eq!(too_old((10, 5, 0), false), None, "MySQL may be so far one day");
+        let says = |version| too_old(version).unwrap();
+        assert!(says("10.5.29-MariaDB").starts_with("MariaDB 10.5.29-MariaDB is too old: 10.6.0 and newer will do"));
+        assert!(says("5.7.44-log").starts_with("MySQL 5.7.44-log is too old: 8.0.4 and newer will do"));
     }
 }

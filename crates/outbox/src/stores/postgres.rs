@@ -82,12 +82,15 @@ impl Limits {
     }
 }
 
-/// What begins a transaction: `plain` and `by_index` in a session that has the limits, else the other two.
+/// What begins a transaction: `plain` and `by_index` in a session that has the limits, else the next two; the last two where
+/// the server may have become another.
 struct Begin {
     plain: &'static str,
     by_index: &'static str,
     plain_limited: String,
     by_index_limited: String,
+    plain_asking: String,
+    by_index_asking: String,
     /// To migrate: what it changes takes as long as it takes.
     migration: String,
 }
@@ -96,6 +99,7 @@ impl Begin {
     fn new(options: &Options) -> Self {
         let limits = Limits::new(options).local();
         let with = |begin: &str| format!("{begin}; {limits}");
+        let asking = |begin: &str| format!("{begin}; {limits}; {}", timeline::or_end());
         // A change of a table that waits for somebody's lock keeps everybody behind it waiting.
         // Between its statements a busy machine may need a while, however short the leases are.
         let patience = options.silence().max(MIGRATION_SILENCE).as_millis();
@@ -108,16 +112,20 @@ impl Begin {
             by_index: BEGIN_BY_INDEX,
             plain_limited: with(BEGIN),
             by_index_limited: with(BEGIN_BY_INDEX),
+            plain_asking: asking(BEGIN),
+            by_index_asking: asking(BEGIN_BY_INDEX),
             migration,
         }
     }
 
     fn of(&self, connection: &Connection, by_index: bool) -> &str {
-        match (connection.limited, by_index) {
-            (true, false) => self.plain,
-            (true, true) => self.by_index,
-            (false, false) => &self.plain_limited,
-            (false, true) => &self.by_index_limited,
+        match (connection.limited, connection.asks, by_index) {
+            (true, _, false) => self.plain,
+            (true, _, true) => self.by_index,
+            (false, false, false) => &self.plain_limited,
+            (false, false, true) => &self.by_index_limited,
+            (false, true, false) => &self.plain_asking,
+            (false, true, true) => &self.by_index_asking,
         }
     }
 }
@@ -140,7 +148,8 @@ struct Connector {
     tls: MakeRustlsConnect,
     shown: String,
     limits: Limits,
-    schema: Schema,
+    /// That nobody could lift ids and tokens after a failover.
+    is_told: AtomicBool,
     /// A pooler stands between us and the server and takes no settings for a session.
     refuses_settings: AtomicBool,
 }
@@ -151,6 +160,8 @@ pub(crate) struct Connection {
     server: String,
     /// The session has our limits, so no transaction needs to set them. Not so behind a pooler.
     limited: bool,
+    /// The server behind it may become another, so each transaction asks which it is.
+    asks: bool,
     statements: HashMap<String, Statement>,
     driver: tokio::task::JoinHandle<()>,
 }
@@ -167,13 +178,13 @@ impl Connect for Connector {
 
     async fn connect(&self) -> Result<Connection> {
         let begun = async {
-            let connection =
+            let mut connection =
                 self.begin_session().await.map_err(|e| Error { kind: Kind::Unreachable, ..classify(&e) })?;
             if is_too_old(&connection.server) {
                 let text = format!("PostgreSQL {} is too old: 13 and newer will do", connection.server);
                 return Err(Error::new(Kind::Schema, text));
             }
-            timeline::look(&connection.client, &self.schema).await?;
+            connection.asks = timeline::look(&connection.client, &self.is_told).await? && !connection.limited;
             Ok(connection)
         };
         begun.await.map_err(|e: Error| e.during(&format!("cannot connect to {}", self.shown)))
@@ -215,7 +226,7 @@ async fn open(config: &Config, tls: &MakeRustlsConnect) -> Result<Connection, to
             tracing::debug!(%error, "a PostgreSQL connection ended");
         }
     });
-    Ok(Connection { client, server, limited: false, statements: HashMap::new(), driver })
+    Ok(Connection { client, server, limited: false, asks: false, statements: HashMap::new(), driver })
 }
 
 /// `12.22 (Debian 12.22-1)`, `17beta1`; what is no number is somebody else's way to count.
@@ -537,7 +548,7 @@ impl PostgresStore {
         let listener = options.notifications.then(|| Arc::new(Listener::new(&config, tls.clone(), limits.clone())));
         let schema = Schema::with(&options.migrations);
         let refuses_settings = AtomicBool::new(false);
-        let connector = Connector { config, tls, shown, limits, schema: schema.clone(), refuses_settings };
+        let connector = Connector { config, tls, shown, limits, is_told: AtomicBool::new(false), refuses_settings };
         let pool = Pool::new(connector, &options);
         let (begin, deadline) = (Begin::new(&options), options.deadline);
         Ok(PostgresStore { lanes, schema, skew: Arc::default(), pool, begin, deadline, listener })
@@ -728,7 +739,7 @@ impl Store for PostgresStore {
         };
         run.await.map_err(|e| classify(&e).during("migration"))?;
         self.pool.timed(client.batch_execute("COMMIT")).await?.map_err(|e| at_commit(&e).during("migration"))?;
-        self.pool.timed(timeline::remember(client)).await?;
+        self.pool.timed(timeline::remember(client, &self.schema)).await?;
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {
             let lanes = lanes.clone();

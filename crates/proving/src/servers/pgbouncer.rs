@@ -2,12 +2,12 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::path::Path;
 use std::process::Child;
 use std::thread::sleep;
 use std::time::Instant;
 
 use super::account::{Account, spawn_for_good};
-use super::install::{install, program};
 use super::{Folder, PING_INTERVAL, START_TIMEOUT, free_port};
 
 pub struct Pooler {
@@ -19,14 +19,10 @@ pub struct Pooler {
 impl Pooler {
     /// In front of the PostgreSQL on this port of 127.0.0.1, whose user is `user` and needs no password.
     pub fn before(port: u16, user: &str) -> io::Result<Self> {
-        let find = || program("pgbouncer", &[]);
-        let binary = match find() {
-            Some(found) => found,
-            None => {
-                install(&["pgbouncer"])?;
-                find().ok_or_else(|| io::Error::other("pgbouncer is missing"))?
-            }
-        };
+        let words = std::env::var("POSTRIDER_TEST_PGBOUNCER")
+            .map_err(|_| io::Error::other("POSTRIDER_TEST_PGBOUNCER does not say how to start a PgBouncer"))?;
+        let mut words = words.split(' ');
+        let binary = words.next().unwrap_or_default();
         let folder = Folder::new()?;
         let home = folder.subfolder("pgbouncer")?;
         let account = Account::choose("postgres")?;
@@ -41,7 +37,8 @@ impl Pooler {
         for path in [&home, &config, &users] {
             account.give(path)?;
         }
-        let mut command = account.command(&binary, "KILL", &home);
+        let mut command = account.command(Path::new(binary), "KILL", &home);
+        command.args(words);
         let log = File::create(home.join("log"))?;
         command.arg(&config).stdout(log.try_clone()?).stderr(log);
         let mut process = spawn_for_good(command)?;
