@@ -282,10 +282,12 @@ fn body(sending: &Sending<'_>) -> String {
     body
 }
 
-/// What a broker says became of an order: `order_ref` (or `id`), `fills`, `status`.
-fn said(body: &[u8], whole: bool) -> Result<Found, String> {
+/// What a broker says became of the order with this key: `order_ref` (or `id`), `fills`, `status`. One that names the key
+/// of another order says nothing of this one.
+fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
     #[derive(serde::Deserialize)]
     struct Said {
+        idempotency_key: Option<Value>,
         order_ref: Option<Value>,
         id: Option<Value>,
         status: Option<String>,
@@ -298,6 +300,9 @@ fn said(body: &[u8], whole: bool) -> Result<Found, String> {
     // Not in the words of the parser, which repeat what it met: an answer may repeat the order.
     let wrong = |e: serde_json::Error| format!("it is not as documented, at line {} column {}", e.line(), e.column());
     let said: Said = serde_json::from_slice(body).map_err(wrong)?;
+    if said.idempotency_key.is_some_and(|named| named != key) {
+        return Err("it names the idempotency_key of another order".to_owned());
+    }
     let refused = ["rejected", "canceled", "cancelled", "expired"];
     let unknown = ["not_found", "unknown_key"];
     let status = said.status.unwrap_or_default().to_ascii_lowercase();
@@ -347,7 +352,9 @@ impl Adapter for HttpBroker {
         let reply = self.ask(to, ours.clone(), sending.key, sending.headers, body).await;
         let (status, headers, said) = match reply {
             Reply::Unanswered { code, cause, reach, .. } => return Answer::Refused(unanswered(code, cause, reach)),
-            Reply::Answered { status, headers, body, whole, .. } => (status.as_u16(), headers, said(&body, whole)),
+            Reply::Answered { status, headers, body, whole, .. } => {
+                (status.as_u16(), headers, said(sending.key, &body, whole))
+            }
         };
         let meaning = self.settings.statuses.get(&status).copied().unwrap_or_else(|| Meaning::of(status));
         let refused = |reason: Reason, message: String, reach| {
@@ -396,10 +403,8 @@ impl Adapter for HttpBroker {
                     false => Found::Nonsense("a 404 that is not the broker's; is look_up_url right?".to_owned()),
                 })
             }
-            Reply::Answered { status, body, whole, .. } if status.is_success() => {
-                Ok(said(&body, whole)
-                    .unwrap_or_else(|why| Found::Nonsense(format!("the answer cannot be read: {why}"))))
-            }
+            Reply::Answered { status, body, whole, .. } if status.is_success() => Ok(said(key, &body, whole)
+                .unwrap_or_else(|why| Found::Nonsense(format!("the answer cannot be read: {why}")))),
             Reply::Answered { status, .. } if matches!(status.as_u16(), 401 | 403) => {
                 Err(self.unauthorized(status.as_u16(), &ours).await)
             }
@@ -444,7 +449,7 @@ mod tests {
 
     #[test]
     fn answers_are_read() {
-        let read = |body: &str| said(body.as_bytes(), true);
+        let read = |body: &str| said("k-1", body.as_bytes(), true);
         let executed = |body: &str| read(body).unwrap().executed().unwrap();
         assert_eq!(executed(r#"{"order_ref":"r1"}"#).order_ref, "r1");
         assert_eq!(executed(r#"{"id":17,"fills":[{"px":1.5,"qty":2,"ts":"t"}]}"#).executed_qty(), 2.into());
@@ -460,7 +465,11 @@ mod tests {
         {
             assert!(read(nonsense).is_err(), "{nonsense}");
         }
-        assert!(said(br#"{"id":"r"}"#, false).is_err(), "cut off");
+        assert!(said("k-1", br#"{"id":"r"}"#, false).is_err(), "cut off");
+        assert_eq!(executed(r#"{"id":"r","idempotency_key":"k-1"}"#).order_ref, "r");
+        for another in [r#"{"id":"r","idempotency_key":"k-2"}"#, r#"{"status":"rejected","idempotency_key":"k-2"}"#] {
+            assert!(read(another).is_err(), "{another}");
+        }
     }
 
     #[test]
