@@ -113,6 +113,12 @@ kill-loop: ## Kill workers KILLS=1000 times on each database, and judge what the
 	POSTRIDER_KILLS=$(or $(KILLS),1000) $(WITH_DATABASES) \
 		cargo test --locked -p postrider-server --all-features --test it kill_loop:: -- --nocapture --test-threads=1
 
+.PHONY: crash-points
+crash-points: ## Let a server die before and after every commit there is, on each database
+	$(BUILD)
+	POSTRIDER_CRASH_POINTS=all $(WITH_DATABASES) \
+		cargo test --locked -p postrider-server --all-features --test it dies_at_every_commit -- --nocapture --test-threads=1
+
 .PHONY: soak
 soak: ## Everything at once on each database, MINUTES=10 each: kills, pauses, locks, networks and databases that fail; reports go to target/soak/
 	$(BUILD)
@@ -136,6 +142,7 @@ ci: lint test sweep-some mutants-some api receivers mcp ## Everything CI runs
 	$(MAKE) demo
 	$(MAKE) packaging
 	MESSAGES=50 $(MAKE) bench
+	SEEDS=160 $(MAKE) simulate
 	CONNECTIONS=1000 $(MAKE) http-load
 
 # Once per clone, and unoptimised: building the tool takes far longer than its work.

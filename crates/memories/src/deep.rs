@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use postrider::Result;
 use postrider::store::Mode;
-use postrider::tx::{Tx, Value};
+use postrider::tx::{Row, Tx, Value};
 use serde::Serialize;
 use serde_json::json;
 use tokio::task::JoinSet;
@@ -58,6 +58,7 @@ pub struct Resent {
 struct Wanted {
     copy: i64,
     memory_id: String,
+    payload_sha: String,
     merged: bool,
 }
 
@@ -170,8 +171,9 @@ impl Memories {
             let seen = self.0.upstream.see(&wanted.memory_id).await;
             self.note_answer(seen.as_ref().err());
             match seen {
-                Ok(Sight::Seen(_)) => return Verdict::Present,
-                Ok(Sight::Missing) => return Verdict::Missing,
+                // What it was merged with has a digest of its own.
+                Ok(Sight::Seen(held)) if wanted.merged || held.may_be(&wanted.payload_sha) => return Verdict::Present,
+                Ok(Sight::Seen(_) | Sight::Missing) => return Verdict::Missing,
                 // What it was merged with is another key's, and would be again.
                 Ok(Sight::Hidden) if wanted.merged => return Verdict::Present,
                 Ok(Sight::Hidden) => return Verdict::Hidden,
@@ -241,10 +243,13 @@ impl Memories {
 
 async fn page(tx: &mut (dyn Tx + Send), after: i64, size: usize) -> Result<Vec<Wanted>> {
     let sql = format!(
-        "SELECT id, memory_id, merged FROM memory_writes WHERE id > ? AND state = 'stored' ORDER BY id LIMIT {size}"
+        "SELECT id, memory_id, payload_sha, merged FROM memory_writes WHERE id > ? AND state = 'stored' ORDER BY id LIMIT {size}"
     );
     let rows = tx.query(&sql, &[after.into()]).await?;
-    rows.iter().map(|row| Ok(Wanted { copy: row.int(0)?, memory_id: row.text(1)?, merged: row.bool(2)? })).collect()
+    let wanted = |row: &Row| {
+        Ok(Wanted { copy: row.int(0)?, memory_id: row.text(1)?, payload_sha: row.text(2)?, merged: row.bool(3)? })
+    };
+    rows.iter().map(wanted).collect()
 }
 
 async fn count_lost(tx: &mut (dyn Tx + Send)) -> Result<u64> {

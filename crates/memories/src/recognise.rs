@@ -49,7 +49,7 @@ impl Witness {
 
     /// What it shows under the id is this memory, and not one that has got the same id since.
     fn is(&self, held: &Held) -> bool {
-        held.payload_sha.as_ref().is_none_or(|sha| *sha == self.payload_sha)
+        held.may_be(&self.payload_sha)
     }
 }
 

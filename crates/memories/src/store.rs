@@ -249,7 +249,8 @@ impl Memories {
             (Some(Sight::Missing), _) => true,
             // What it was merged with may be another key's: writing it again would merge it again.
             (Some(Sight::Hidden), _) => !copy.merged,
-            (Some(Sight::Seen(_) | Sight::Unaskable), _) => false,
+            (Some(Sight::Seen(held)), _) => !copy.merged && !held.may_be(&note.payload_sha),
+            (Some(Sight::Unaskable), _) => false,
             (None, Some(_)) => self.is_stranger() && !copy.merged,
         };
         if !gone {

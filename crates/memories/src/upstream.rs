@@ -133,6 +133,13 @@ pub struct Held {
     pub space: Option<String>,
 }
 
+impl Held {
+    /// It is the memory with this digest, as far as it tells: ids may be given to others when a service numbers anew.
+    pub fn may_be(&self, payload_sha: &str) -> bool {
+        self.payload_sha.as_ref().is_none_or(|sha| sha == payload_sha)
+    }
+}
+
 /// Something it found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Match {

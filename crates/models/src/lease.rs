@@ -168,6 +168,7 @@ struct Seen {
     proven: bool,
     lost: bool,
     refused_renewal: bool,
+    renewed_what_is_not_held: bool,
     late_claim: bool,
 }
 
@@ -244,6 +245,8 @@ impl Leases {
                     state.row.lease_until = Some(state.now + LEASE);
                 }
                 state.seen.refused_renewal |= !may;
+                state.seen.renewed_what_is_not_held |=
+                    may && (hold.token != token || state.row.locked_by != Some(request.owner));
                 Answer::Renewed(may)
             }
             Ask::Settle { token, verdict, again } => {
@@ -488,6 +491,9 @@ impl Model for Leases {
             Property::always("a delivery begins only while its lease runs", |_, state: &State| !state.begun_late),
             Property::always("a delivery begins only for whoever holds the message", |_, state: &State| {
                 !state.begun_of_lost
+            }),
+            Property::always("a renewal is of what its worker holds", |_, state: &State| {
+                !state.seen.renewed_what_is_not_held
             }),
             Property::always("P6: what was sent stays sent", |_, state: &State| {
                 state.row.live == state.row.records.iter().all(|record| record.verdict == Verdict::Retry)

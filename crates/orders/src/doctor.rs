@@ -44,18 +44,14 @@ static FOR_NOBODY: Ailment = Ailment {
     advice: "postrider doctor --repair makes them due; what is in doubt is asked about, or parked with an alert",
 };
 
-/// Entries of the ledger in one page, and pages in one look; the next look goes on from there.
+/// Entries of the ledger in one page.
 const PAGE: usize = 5_000;
-const PAGES: usize = 20;
-/// Parked messages the doctor looks at, and the janitor in one round; its next round goes on from there.
+/// Parked messages in one page of the doctor's, and in one round of the janitor's; its next round goes on from there.
 const PARKED: usize = 5_000;
 const PARKED_A_ROUND: usize = 200;
 
-/// Where the walk through the ledger stands, and whom it found.
 #[derive(Debug, Default)]
 pub(crate) struct Rounds {
-    from: String,
-    alone: BTreeSet<String>,
     /// How far the janitor has come among the parked, by shard.
     parked: HashMap<u32, Place>,
 }
@@ -74,7 +70,15 @@ impl Examine for Orders {
         let shards = self.0.outbox.lanes().get(LANE)?.shards;
         let mut cases = Vec::new();
         for shard in 0..shards {
-            cases.extend(self.parked_in_vain(shard, None, PARKED, stood).await?.0);
+            let mut after = None;
+            loop {
+                let (found, next) = self.parked_in_vain(shard, after, PARKED, stood).await?;
+                cases.extend(found);
+                after = next;
+                if after.is_none() || cases.len() >= 2 * MOST_CASES as usize {
+                    break;
+                }
+            }
         }
         let mut cases = capped(cases);
         let alone = self.alone(stood).await?;
@@ -144,14 +148,10 @@ impl Orders {
         Ok(woken.len())
     }
 
-    /// Keys of entries in progress without a live message: the next pages of the ledger, and those found before.
+    /// Keys of entries in progress without a live message, looked for through the whole ledger.
     async fn alone(&self, stood: Duration) -> Result<Vec<String>> {
-        let (mut from, known) = {
-            let rounds = self.0.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-            (rounds.from.clone(), rounds.alone.iter().cloned().collect::<Vec<_>>())
-        };
-        let mut alone: BTreeSet<String> = self.alone_among(Arc::new(known), stood).await?.into_iter().collect();
-        for _ in 0..PAGES {
+        let (mut alone, mut from) = (Vec::new(), String::new());
+        loop {
             let begin: Arc<str> = from.into();
             let page = self.transact(Mode::Read, move |tx| {
                 let begin = begin.clone();
@@ -159,31 +159,13 @@ impl Orders {
             });
             let (found, end) = page.await?;
             alone.extend(found);
-            from = end.unwrap_or_default();
-            if from.is_empty() || alone.len() >= MOST_CASES as usize {
-                break;
+            match end {
+                Some(end) if alone.len() < MOST_CASES as usize => from = end,
+                _ => break,
             }
         }
-        let alone: BTreeSet<String> = alone.into_iter().take(MOST_CASES as usize).collect();
-        let mut rounds = self.0.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-        (rounds.from, rounds.alone) = (from, alone.clone());
-        Ok(alone.into_iter().collect())
-    }
-
-    async fn alone_among(&self, keys: Arc<Vec<String>>, stood: Duration) -> Result<Vec<String>> {
-        if keys.is_empty() {
-            return Ok(vec![]);
-        }
-        self.transact(Mode::Read, move |tx| {
-            let keys = keys.clone();
-            Box::pin(async move {
-                let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-                let mut params = Vec::new();
-                let list = in_keys(tx.dialect(), &keys, &mut params);
-                without_message(tx, &format!("l.idempotency_key {list}"), params, stood).await
-            })
-        })
-        .await
+        alone.truncate(MOST_CASES as usize);
+        Ok(alone)
     }
 
     /// The messages that have ended of these keys. There is no index for it, and hardly ever a key to ask about.

@@ -147,6 +147,30 @@ pub(crate) async fn take_back<T: Tx + ?Sized>(tx: &mut T, ids: &[i64]) -> Result
     Ok(ids.iter().copied().filter(|id| back.contains(id)).collect())
 }
 
+/// Keys that were taken, committed, and are nobody's: the triggers that name them are not there. Whoever comes next takes
+/// such a key, whether or not its message lives.
+pub(crate) async fn unnamed<T: Tx + ?Sized>(tx: &mut T, limit: u32) -> Result<Vec<(String, String)>> {
+    let sql = format!("SELECT lane, active_key FROM outbox_active_keys WHERE outbox_id = 0 LIMIT {limit}");
+    tx.query(&sql, &[]).await?.iter().map(|row| Ok((row.text(0)?, row.text(1)?))).collect()
+}
+
+/// Gives such keys to their live messages, and frees those of none.
+pub(crate) async fn name_again<T: Tx + ?Sized>(tx: &mut T, keys: &[(String, String)]) -> Result<()> {
+    for (lane, key) in keys {
+        let holder = "SELECT MIN(id) FROM outbox WHERE lane = ? AND active_key = ?";
+        let rows = tx.query(holder, &[lane.into(), key.into()]).await?;
+        match rows.first().map(|row| row.opt_int(0)).transpose()?.flatten() {
+            None => forget(tx, lane, key, 0).await?,
+            Some(id) => {
+                let sql =
+                    "UPDATE outbox_active_keys SET outbox_id = ? WHERE lane = ? AND active_key = ? AND outbox_id = 0";
+                tx.execute(sql, &[id.into(), lane.into(), key.into()]).await?;
+            }
+        }
+    }
+    Ok(())
+}
+
 async fn ids_of<T: Tx + ?Sized>(tx: &mut T, sql: &str, params: &[Value]) -> Result<HashSet<i64>> {
     tx.query(sql, params).await?.iter().map(|row| row.int(0)).collect()
 }

@@ -200,3 +200,33 @@ pub mod simulated {
         CLOCK.with_borrow(Clone::clone)
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::process::Command;
+
+    use super::Tick;
+
+    /// Seen from below a machine that has slept for a month since its boot: this test, started there, tells its tick.
+    #[test]
+    fn a_tick_counts_the_time_asleep() {
+        const TELLS: &str = "POSTRIDER_TELLS_ITS_TICK";
+        if std::env::var_os(TELLS).is_some() {
+            println!("tick {};", Tick::now().micros());
+            return;
+        }
+        let told_below = |words: &[&str]| -> u64 {
+            let mut command = Command::new(words[0]);
+            command.args(&words[1..]).arg(std::env::current_exe().unwrap()).env(TELLS, "1");
+            command.args(["--exact", "clock::tests::a_tick_counts_the_time_asleep", "--nocapture"]);
+            let told = command.output().unwrap();
+            let text = String::from_utf8_lossy(&told.stdout);
+            let tick = text.split("tick ").nth(1).and_then(|rest| rest.split(';').next());
+            tick.unwrap_or_else(|| panic!("nothing told: {told:?}")).parse().unwrap()
+        };
+        let asleep = 30 * 24 * 3600;
+        let there = told_below(&["unshare", "--time", "--boottime", &asleep.to_string()]);
+        let more = (there - told_below(&["env"])) / 1_000_000;
+        assert!(more.abs_diff(asleep) < 60, "{more} s more than here");
+    }
+}

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
-use crate::lease::{Hold, Lease};
+use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Sha, cut_code};
 use crate::outcome::{GiveBack, LeaseState, code};
 use crate::permit::{permit, withdraw_permit};
@@ -246,8 +246,10 @@ pub(crate) async fn seize(
     let mut leases = Vec::with_capacity(rows.len());
     for row in rows {
         let lane = row.text(2)?;
-        if wanted(&lane, row.opt_text(3)?.as_deref()) {
-            leases.push((lane, Lease { id: row.int(0)?, token: row.int(1)? + 1 }));
+        // One that a hand has written cannot rise any more; the doctor tells of it.
+        let token = row.int(1)?;
+        if token < LAST_TOKEN && wanted(&lane, row.opt_text(3)?.as_deref()) {
+            leases.push((lane, Lease { id: row.int(0)?, token: token + 1 }));
         }
     }
     let found: Vec<i64> = leases.iter().map(|(_, l)| l.id).collect();
@@ -490,7 +492,7 @@ pub(crate) async fn release_expired(
     let mut params = vec![lane.into()];
     let now = tx.now().plus(0, &mut params);
     let sql = format!(
-        "SELECT id FROM outbox WHERE lane = ? AND lease_until < {now} ORDER BY id LIMIT {limit}{}",
+        "SELECT id FROM outbox WHERE lane = ? AND lease_until < {now} AND lease_token < {LAST_TOKEN} ORDER BY id LIMIT {limit}{}",
         skip_locked(dialect)
     );
     let ids: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;

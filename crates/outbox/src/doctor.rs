@@ -51,8 +51,8 @@ pub struct Case {
 /// A part of the system that can be examined.
 #[async_trait]
 pub trait Examine: Send + Sync {
-    /// What looks wrong and has stood for at least this long, at most [`MOST_CASES`] of each ailment. Changes nothing,
-    /// and its cost does not grow with the backlog beyond a bounded page per question.
+    /// What looks wrong and has stood for at least this long, at most [`MOST_CASES`] of each ailment. Changes nothing, and
+    /// asks in bounded pages, each in a transaction of its own.
     async fn look(&self, stood: Duration) -> Result<Vec<Case>>;
 
     /// Repairs what can be repaired safely, each case checked again under its lock; returns those it repaired.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use crate::active_keys;
 use crate::cold;
 use crate::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
 use crate::error::Result;
@@ -14,8 +15,10 @@ use crate::time::Timestamp;
 use crate::tx::{Dialect, Row, Tx, Value};
 
 const PART: &str = "outbox";
-/// No lease lasts longer.
+/// Hardly any lease lasts longer.
 const LONGEST_LEASE: Duration = Duration::from_secs(24 * 3600);
+/// Live messages of one page.
+const PAGE: i64 = 5_000;
 
 static UNSERVED: Ailment = Ailment {
     check: Check::UnservedShard,
@@ -80,10 +83,29 @@ static KEY_ALONE: Ailment = Ailment {
     advice: "`postrider doctor --repair` frees them, so that their producers' next try creates the message",
 };
 
+static UNNAMED_KEY: Ailment = Ailment {
+    check: Check::KeyWithoutMessage,
+    part: PART,
+    message: "active keys are taken and name no message (outbox_id 0), so that a second message may take them",
+    advice: "the triggers of the table `outbox` are missing, as after a dump without triggers: make them as the migrations V011 and V014 do, then `postrider doctor --repair` gives the keys to their messages",
+};
+
 #[async_trait]
 impl Examine for Outbox {
     async fn look(&self, stood: Duration) -> Result<Vec<Case>> {
-        transact(&**self.store(), Mode::Look, move |tx| Box::pin(look(tx, stood))).await
+        let mut cases = transact(&**self.store(), Mode::Look, move |tx| Box::pin(look(tx, stood))).await?;
+        let (mut fallen, mut after) = (Vec::new(), 0);
+        loop {
+            let (found, next) =
+                transact(&**self.store(), Mode::Look, move |tx| Box::pin(fallen_after(tx, after))).await?;
+            fallen.extend(found);
+            match next {
+                Some(next) if fallen.len() < MOST_CASES as usize => after = next,
+                _ => break,
+            }
+        }
+        push(&mut cases, &TOKEN_FELL, fallen);
+        Ok(cases)
     }
 
     async fn repair(&self, cases: &[Case]) -> Result<Vec<Case>> {
@@ -93,6 +115,16 @@ impl Examine for Outbox {
             transact(&**self.store(), Mode::Write, move |tx| Box::pin(async move { tx.execute(sql, &[]).await }))
                 .await?;
             repaired.extend(cases.iter().filter(|case| case.ailment == &KEY_ALONE).cloned());
+        }
+        if cases.iter().any(|case| case.ailment == &UNNAMED_KEY) {
+            transact(&**self.store(), Mode::Write, move |tx| {
+                Box::pin(async move {
+                    let keys = active_keys::unnamed(tx, MOST_CASES).await?;
+                    active_keys::name_again(tx, &keys).await
+                })
+            })
+            .await?;
+            repaired.extend(cases.iter().filter(|case| case.ailment == &UNNAMED_KEY).cloned());
         }
         Ok(repaired)
     }
@@ -137,15 +169,23 @@ async fn look(tx: &mut (dyn Tx + Send), stood: Duration) -> Result<Vec<Case>> {
         }
         lane = Some(next);
     }
-    let sql = format!(
-        "SELECT DISTINCT o.id FROM (SELECT outbox_id, lease_token FROM outbox_attempts ORDER BY id DESC LIMIT {MOST_CASES}) a
-         JOIN outbox o ON o.id = a.outbox_id WHERE a.lease_token > o.lease_token"
-    );
-    push(&mut cases, &TOKEN_FELL, ids_of(tx.query(&sql, &[]).await?)?);
     if !tx.query("SELECT 1 FROM outbox_keys WHERE outbox_id = 0 LIMIT 1", &[]).await?.is_empty() {
         cases.push(Case { ailment: &KEY_ALONE, id: 0 });
     }
+    if tx.dialect() == Dialect::Mysql && !active_keys::unnamed(tx, 1).await?.is_empty() {
+        cases.push(Case { ailment: &UNNAMED_KEY, id: 0 });
+    }
     Ok(cases)
+}
+
+/// Of a page of live messages, those whose token is lower than one of their history; and where the next page begins.
+async fn fallen_after(tx: &mut (dyn Tx + Send), after: i64) -> Result<(Vec<i64>, Option<i64>)> {
+    let sql = format!("SELECT id FROM outbox WHERE id > ? ORDER BY id LIMIT 1 OFFSET {}", PAGE - 1);
+    let next = tx.query(&sql, &[after.into()]).await?.first().map(|row| row.int(0)).transpose()?;
+    let sql = "SELECT o.id FROM outbox o WHERE o.id > ? AND o.id <= ?
+               AND EXISTS (SELECT 1 FROM outbox_attempts a WHERE a.outbox_id = o.id AND a.lease_token > o.lease_token) ORDER BY o.id";
+    let found = ids_of(tx.query(sql, &[after.into(), next.unwrap_or(i64::MAX).into()]).await?)?;
+    Ok((found, next))
 }
 
 fn push(cases: &mut Vec<Case>, ailment: &'static Ailment, ids: Vec<i64>) {
@@ -182,7 +222,8 @@ struct Heads {
 /// Of the first entries that have been due since `old`: those that are free, and those whose lease had run out by then. Where
 /// somebody holds one of them, somebody is at it: a long backlog is not a shard nobody serves.
 async fn heads(tx: &mut (dyn Tx + Send), lane: &str, shard: i64, old: Timestamp, stood: Duration) -> Result<Heads> {
-    let far = old.plus(stood + LONGEST_LEASE);
+    // What has stood long enough has stood longer than any lease that is configured.
+    let far = old.plus(stood + stood.max(LONGEST_LEASE));
     let sql = format!(
         "SELECT id, lease_until, lease_token FROM outbox WHERE lane = ? AND shard_id = ? AND due_at < ? ORDER BY due_at, id LIMIT {MOST_CASES}"
     );

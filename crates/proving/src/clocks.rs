@@ -38,6 +38,24 @@ pub fn set(file: &Path, seconds: i64) -> io::Result<()> {
     std::fs::rename(aside, file)
 }
 
+/// The wall clock of a process with this environment, in seconds since 1970: to see that it is wrong.
+pub fn wall_clock_of(environment: &[(&'static str, OsString)]) -> io::Result<i64> {
+    let mut date = std::process::Command::new("date");
+    date.arg("+%s").envs(environment.iter().map(|(name, value)| (name, value)));
+    number(&date.output()?.stdout)
+}
+
+/// How long ago a process below these words believes that its machine was booted, in seconds.
+pub fn time_since_boot_of(words: &[String]) -> io::Result<i64> {
+    let told = std::process::Command::new(&words[0]).args(&words[1..]).args(["cat", "/proc/uptime"]).output()?;
+    number(told.stdout.split(|byte| *byte == b'.').next().unwrap_or_default())
+}
+
+fn number(text: &[u8]) -> io::Result<i64> {
+    let text = String::from_utf8_lossy(text);
+    text.trim().parse().map_err(|_| io::Error::other(format!("not a number of seconds: {text:?}")))
+}
+
 fn with<const N: usize>(named: [(&'static str, OsString); N], library: PathBuf) -> Vec<(&'static str, OsString)> {
     let always = [
         ("LD_PRELOAD", library.into()),

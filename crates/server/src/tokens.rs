@@ -13,7 +13,7 @@ use std::time::Duration;
 use postrider::clock::Tick;
 use postrider::message::sha256;
 use postrider::store::{Mode, transact};
-use postrider::tx::{Row, Value};
+use postrider::tx::{BoxFuture, Row, Tx, Value};
 use postrider::{Outbox, Timestamp};
 use serde::Serialize;
 use subtle::ConstantTimeEq;
@@ -248,7 +248,7 @@ impl Tokens {
         if let Some(kept) = remembered {
             return Ok(kept);
         }
-        let kept = transact(&**self.outbox.store(), Mode::Read, move |tx| {
+        let kept = read_to_its_end(&self.outbox, move |tx| {
             Box::pin(async move {
                 let mut params = Vec::new();
                 let now = tx.now().plus(0, &mut params);
@@ -294,4 +294,16 @@ fn token_of(row: &Row) -> postrider::Result<Token> {
         expires_at: row.opt_time(5)?,
         revoked_at: row.opt_time(6)?,
     })
+}
+
+/// A read that goes on when whoever asked hangs up: dropped half-way, it would take its connection to the database along, and
+/// anybody can ask with an invented token.
+pub async fn read_to_its_end<R, F>(outbox: &Outbox, work: F) -> postrider::Result<R>
+where
+    R: Send + 'static,
+    F: for<'a> FnMut(&'a mut (dyn Tx + Send)) -> BoxFuture<'a, postrider::Result<R>> + Send + 'static,
+{
+    let outbox = outbox.clone();
+    let reading = tokio::spawn(async move { transact(&**outbox.store(), Mode::Read, work).await });
+    reading.await.map_err(|e| postrider::Error::database(format!("a read ended early: {e}")))?
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
 use postrider::store::Mode;
-use postrider::tx::{Tx, Value, in_ids};
+use postrider::tx::{BoxFuture, Tx, Value, in_ids};
 use postrider::{Result, Timestamp};
 
 use crate::secrets::place;
@@ -65,27 +65,29 @@ impl Examine for Webhooks {
         let mut add = |ailment: &'static Ailment, ids: Vec<i64>| {
             cases.extend(ids.into_iter().take(MOST_CASES as usize).map(|id| Case { ailment, id }));
         };
-        let (parked, unscheduled, unapplied, jobless, orphaned) = self
+        let (before, unscheduled, unapplied, orphaned) = self
             .transact(Mode::Read, move |tx| {
                 Box::pin(async move {
                     let before = catalog::now(tx).await?.minus(stood);
-                    let (parked, _) = parked_in_vain(tx, 0, Some(before)).await?;
                     let unscheduled = without_time(tx).await?;
                     let unscheduled = long(tx, unscheduled, before).await?;
                     let unapplied = unapplied(tx, before).await?;
-                    let (jobless, _) = under_way_in_vain(tx, 0).await?;
-                    let jobless = long(tx, jobless, before).await?;
-                    Ok((parked, unscheduled, unapplied, jobless, orphaned(tx, before).await?))
+                    Ok((before, unscheduled, unapplied, orphaned(tx, before).await?))
                 })
             })
             .await?;
-        add(&PARKED, parked);
         add(&UNSCHEDULED, unscheduled);
         add(&UNAPPLIED, unapplied);
-        add(&JOBLESS, jobless);
         add(&ORPHANED, orphaned);
-        let (deferred, _) = self.deferred_in_vain(None, None, stood).await?;
-        add(&DEFERRED, deferred.iter().filter_map(|key| key.strip_prefix("saga:")?.parse().ok()).collect());
+        add(&PARKED, self.all_pages(move |tx, after| Box::pin(parked_in_vain(tx, after, Some(before)))).await?);
+        let jobless = self.all_pages(move |tx, after| {
+            Box::pin(async move {
+                let (found, next) = under_way_in_vain(tx, after).await?;
+                Ok((long(tx, found, before).await?, next))
+            })
+        });
+        add(&JOBLESS, jobless.await?);
+        add(&DEFERRED, self.all_deferred_in_vain(stood).await?);
         add(&SEALED, self.unreadable().await?);
         Ok(cases)
     }
@@ -182,7 +184,38 @@ async fn orphaned(tx: &mut (dyn Tx + Send), before: Timestamp) -> Result<Vec<i64
     Ok(left)
 }
 
+/// What a page has found, and where the next one begins.
+type Page = (Vec<i64>, Option<i64>);
+
 impl Webhooks {
+    /// What is found page by page, each in a transaction of its own, until there is more than can be told.
+    async fn all_pages<F>(&self, page: F) -> Result<Vec<i64>>
+    where
+        F: for<'a> Fn(&'a mut (dyn Tx + Send), i64) -> BoxFuture<'a, Result<Page>> + Copy + Send + Sync + 'static,
+    {
+        let (mut all, mut after) = (Vec::new(), 0);
+        loop {
+            let (found, next) = self.transact(Mode::Read, move |tx| page(tx, after)).await?;
+            all.extend(found);
+            match next {
+                Some(next) if all.len() < MOST_CASES as usize => after = next,
+                _ => return Ok(all),
+            }
+        }
+    }
+
+    async fn all_deferred_in_vain(&self, stood: Duration) -> Result<Vec<i64>> {
+        let (mut all, mut before) = (Vec::new(), None);
+        loop {
+            let (keys, next) = self.deferred_in_vain(before, None, stood).await?;
+            all.extend(keys.iter().filter_map(|key| key.strip_prefix("saga:")?.parse::<i64>().ok()));
+            match next {
+                Some(_) if all.len() < MOST_CASES as usize => before = next,
+                _ => return Ok(all),
+            }
+        }
+    }
+
     async fn unapplied_now(&self) -> Result<Vec<i64>> {
         self.transact(Mode::Read, |tx| Box::pin(async move { unapplied(tx, Timestamp::FAR_FUTURE).await })).await
     }

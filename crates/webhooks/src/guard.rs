@@ -256,7 +256,28 @@ mod tests {
                 }
             }
         }
+        // Written out: whoever takes a range away is to be told.
         for closed in [
+            "0.1.2.3",
+            "10.255.255.255",
+            "100.64.0.0",
+            "100.127.255.255",
+            "127.0.0.1",
+            "169.254.0.1",
+            "172.16.0.0",
+            "172.31.255.255",
+            "192.0.0.8",
+            "192.0.2.1",
+            "192.88.99.1",
+            "192.168.0.1",
+            "198.18.0.0",
+            "198.19.255.255",
+            "198.51.100.1",
+            "203.0.113.1",
+            "224.0.0.1",
+            "239.255.255.255",
+            "240.0.0.1",
+            "255.255.255.255",
             "::",
             "::1",
             "fc00::1",
@@ -370,8 +391,25 @@ mod tests {
         let everything = ["0.0.0.0/0", "::/0"].map(|c| c.parse().unwrap()).to_vec();
         let everything = Policy { allow_http: true, allow_cidrs: everything };
         assert!(everything.judge("10.0.0.1".parse().unwrap()).is_ok());
-        let metadata = METADATA_V4.map(IpAddr::V4).into_iter().chain(METADATA_V6.map(IpAddr::V6));
-        for address in metadata {
+        let metadata = [
+            "169.254.169.254",
+            "169.254.169.253",
+            "169.254.169.123",
+            "169.254.170.2",
+            "169.254.170.23",
+            "169.254.0.23",
+            "169.254.10.10",
+            "169.254.42.42",
+            "100.100.100.200",
+            "168.63.129.16",
+            "192.0.0.192",
+            "fd00:ec2::254",
+            "fd00:ec2::23",
+            "fd20:ce::254",
+            "fd00:c1::a9fe:a9fe",
+            "fd00:42::42",
+        ];
+        for address in metadata.map(|text| text.parse::<IpAddr>().unwrap()) {
             assert!(everything.judge(address).is_err() && policy().judge(address).is_err(), "{address}");
             if let IpAddr::V4(v4) = address {
                 assert!(everything.judge(v4.to_ipv6_mapped().into()).is_err(), "{address}");

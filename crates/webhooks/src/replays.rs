@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::dead_letters::next_generation;
 use crate::decide::{Status, is_pattern, matches};
 use crate::publish::{SAGA_COLUMNS, saga_row};
+use crate::subscriptions::MOST_PATTERNS;
 use crate::{Webhooks, catalog};
 
 /// Events looked at in one transaction.
@@ -129,6 +130,9 @@ impl Webhooks {
         if wanted.from >= wanted.to {
             return Err(Error::invalid("`from` must be before `to`"));
         }
+        if wanted.statuses.as_ref().is_some_and(|statuses| statuses.len() > Status::ALL.len()) {
+            return Err(Error::invalid("statuses names one of them twice"));
+        }
         if let Some(status) = wanted.statuses.iter().flatten().find(|status| Status::parse(status).is_none()) {
             return Err(Error::invalid(format!(
                 "`{status}` is no status; there are Pending, InProgress, PendingRetry, Completed, DeadLettered"
@@ -137,6 +141,9 @@ impl Webhooks {
         if let Some(types) = &wanted.event_types {
             if types.is_empty() {
                 return Err(Error::invalid("event_types has no entry; leave it out for those of the subscription"));
+            }
+            if types.len() > MOST_PATTERNS {
+                return Err(Error::invalid(format!("event_types has more than {MOST_PATTERNS} entries")));
             }
             if let Some(pattern) = types.iter().find(|pattern| !is_pattern(pattern)) {
                 return Err(Error::invalid(format!(

@@ -33,7 +33,7 @@ const MOST_HEADERS: usize = 32;
 /// Of one value, and of all of them.
 const MOST_VALUE: usize = 4096;
 const MOST_OF_HEADERS: usize = 16_384;
-const MOST_PATTERNS: usize = 100;
+pub(crate) const MOST_PATTERNS: usize = 100;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

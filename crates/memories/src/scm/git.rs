@@ -21,6 +21,8 @@ const MOST_BATCH: usize = 4 << 20;
 const MOST_NAMES: usize = 50;
 /// Most bytes of the file that says where a shallow clone ends.
 const MOST_SHALLOW: u64 = 64 << 20;
+/// Of a diff, as of what Subversion prints.
+const MOST_PRINTED: usize = 64 << 20;
 /// Longest author, in bytes.
 const MOST_AUTHOR: usize = 1000;
 
@@ -275,14 +277,17 @@ fn patch(path: &str, rev: &str) -> Result<Vec<u8>, git2::Error> {
     let before = commit.parent(0).ok().map(|parent| parent.tree()).transpose()?;
     let diff = repository.diff_tree_to_tree(before.as_ref(), Some(&commit.tree()?), None)?;
     let mut text = Vec::new();
-    diff.print(DiffFormat::Patch, |_, _, line| {
+    let printed = diff.print(DiffFormat::Patch, |_, _, line| {
         if matches!(line.origin(), '+' | '-' | ' ') {
             text.push(line.origin() as u8);
         }
         text.extend_from_slice(line.content());
-        true
-    })?;
-    Ok(text)
+        text.len() <= MOST_PRINTED
+    });
+    if text.len() > MOST_PRINTED {
+        return Err(git2::Error::from_str(&format!("the diff of {rev} has more than {MOST_PRINTED} bytes")));
+    }
+    printed.map(|()| text)
 }
 
 #[cfg(test)]

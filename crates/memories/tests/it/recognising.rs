@@ -85,6 +85,11 @@ async fn an_emptied_service_that_numbers_anew_is_not_the_one_we_know(home: Home)
         home.store(text).await;
     }
     assert_eq!(status(&home.memories).await, "failed", "it shows something under each id, and not what it had");
+    // Who stores what was stored is not told that it is there, under a stranger's id.
+    let again = home.store(TEXTS[1]).await;
+    assert_eq!((again.action, again.deduplicated), (Action::Allow, false), "{again:?}");
+    assert_eq!(mended(&home).await, 3);
+    assert_eq!(status(&home.memories).await, "ok");
 }
 
 async fn an_old_backup_is_not_the_one_we_know(home: Home) {

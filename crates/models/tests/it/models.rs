@@ -30,9 +30,16 @@ fn the_lease_holds_in_every_order() {
 #[test]
 fn every_rule_of_the_lease_is_needed() {
     use lease::Broken::*;
-    for broken in
-        [NoFence, IgnoresLeases, SameToken, AdoptsInFlight, CountsFromAnswer, NoLookBeforeSending, ForgetsDoubt]
-    {
+    for broken in [
+        NoFence,
+        IgnoresLeases,
+        SameToken,
+        AdoptsInFlight,
+        CountsFromAnswer,
+        NoLookBeforeSending,
+        RenewsAnything,
+        ForgetsDoubt,
+    ] {
         breaks(&format!("{broken:?}"), &look_through(lease::Leases { broken: Some(broken), ..leases() }, true));
     }
 }

@@ -282,8 +282,10 @@ fn body(sending: &Sending<'_>) -> String {
     body
 }
 
-/// What a broker says became of the order with this key: `order_ref` (or `id`), `fills`, `status`. One that names the key
-/// of another order says nothing of this one.
+/// Whatever its status, such an answer says nothing of this order.
+const OF_ANOTHER: &str = "it names the idempotency_key of another order";
+
+/// What a broker says became of the order with this key: `order_ref` (or `id`), `fills`, `status`.
 fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
     #[derive(serde::Deserialize)]
     struct Said {
@@ -301,7 +303,7 @@ fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
     let wrong = |e: serde_json::Error| format!("it is not as documented, at line {} column {}", e.line(), e.column());
     let said: Said = serde_json::from_slice(body).map_err(wrong)?;
     if said.idempotency_key.is_some_and(|named| named != key) {
-        return Err("it names the idempotency_key of another order".to_owned());
+        return Err(OF_ANOTHER.to_owned());
     }
     let refused = ["rejected", "canceled", "cancelled", "expired"];
     let unknown = ["not_found", "unknown_key"];
@@ -356,6 +358,9 @@ impl Adapter for HttpBroker {
                 (status.as_u16(), headers, said(sending.key, &body, whole))
             }
         };
+        if said.as_ref().is_err_and(|why| why == OF_ANOTHER) {
+            return Answer::Nonsense(format!("status {status}, but {OF_ANOTHER}"));
+        }
         let meaning = self.settings.statuses.get(&status).copied().unwrap_or_else(|| Meaning::of(status));
         let refused = |reason: Reason, message: String, reach| {
             let retry_after = retry_after(&headers).filter(|_| matches!(status, 429 | 503));
@@ -372,10 +377,17 @@ impl Adapter for HttpBroker {
                     return Answer::Nonsense(format!("status {status}, but the answer cannot be read: {why}"));
                 }
             },
-            Meaning::Refused(Reason::AlreadyProcessed) => {
-                let done = said.ok().and_then(Found::executed).unwrap_or_default();
-                return Answer::Executed(done, Some(Reason::AlreadyProcessed));
-            }
+            Meaning::Refused(Reason::AlreadyProcessed) => match said {
+                // What was processed already may have been a refusal.
+                Ok(Found::Rejected(why)) => return refused(Reason::Rejected, why, Reach::Answered),
+                Ok(Found::Nothing | Found::Nonsense(_)) => {
+                    return Answer::Nonsense(format!("status {status}, and it knows nothing of it"));
+                }
+                said => {
+                    let done = said.ok().and_then(Found::executed).unwrap_or_default();
+                    return Answer::Executed(done, Some(Reason::AlreadyProcessed));
+                }
+            },
             Meaning::Refused(Reason::Unauthorized) => return Answer::Refused(self.unauthorized(status, &ours).await),
             Meaning::Refused(Reason::Timeout) => (Reason::Timeout, Reach::Unknown),
             Meaning::Refused(Reason::ServerError) => {

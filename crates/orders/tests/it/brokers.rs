@@ -130,6 +130,27 @@ async fn answers_have_their_meaning() {
     let mapped = send(&HttpBroker::new(settings(&url, key)).unwrap()).await;
     assert!(matches!(mapped, Answer::Executed(_, Some(Reason::AlreadyProcessed))), "{mapped:?}");
 
+    // Whatever the status means, the words beside it count.
+    let told = async |status: &str, body: &str| {
+        let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let (url, _) = serve(Box::leak(answer.into_boxed_str())).await;
+        send(&HttpBroker::new(settings(&url, key)).unwrap()).await
+    };
+    let another = r#"{"order_ref":"r","idempotency_key":"of-another"}"#;
+    for status in ["200 OK", "409 C", "418 T", "422 U", "500 E"] {
+        let answer = told(status, another).await;
+        assert!(matches!(answer, Answer::Nonsense(_)), "{status}: {answer:?}");
+    }
+    let refused_before = told("418 T", r#"{"status":"rejected"}"#).await;
+    assert!(
+        matches!(&refused_before, Answer::Refused(refusal) if refusal.reason == Reason::Rejected),
+        "{refused_before:?}"
+    );
+    let Answer::Executed(done, Some(Reason::AlreadyProcessed)) = told("418 T", r#"{"order_ref":"r-1"}"#).await else {
+        panic!("it was executed before")
+    };
+    assert_eq!(done.order_ref, "r-1");
+
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let nobody = HttpBroker::new(settings(&format!("http://{closed}"), key)).unwrap();
     let Answer::Refused(refusal) = send(&nobody).await else { panic!("nobody is there") };

@@ -121,7 +121,7 @@ async fn in_a_transaction_of_mysql_async() {
     let ground = crate::harness::mysql().await;
     let url = ground.url();
     let home = ground.open(Idempotency::Key).await;
-    let mut connection = mysql_async::Conn::from_url(&url).await.unwrap();
+    let mut connection = proving::kit::mysql(&url).await.unwrap();
     let mut tx = connection.start_transaction(mysql_async::TxOpts::default()).await.unwrap();
     // Its snapshot is older than the order.
     tx.query_drop("SELECT COUNT(*) FROM outbox").await.unwrap();

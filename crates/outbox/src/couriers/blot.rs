@@ -41,6 +41,15 @@ impl Blot {
         Blot(secrets)
     }
 
+    /// These, and the values of more headers.
+    pub fn and<'a>(&self, values: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut both = Blot::new(None, values);
+        both.0.extend(self.0.iter().cloned());
+        both.0.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
+        both.0.dedup();
+        both
+    }
+
     pub fn text(&self, text: String) -> String {
         self.0.iter().fold(text, |text, secret| if text.contains(secret) { text.replace(secret, BLOT) } else { text })
     }
@@ -82,6 +91,8 @@ mod tests {
             assert_eq!(blot.text(said.to_owned()), kept);
             assert_eq!(blot.bytes(said.as_bytes().to_vec()), kept.as_bytes());
         }
+        let both = blot.and(["tok-in-a-message"]);
+        assert_eq!(both.text("hunter22, tok-in-a-message".to_owned()), "***, ***");
         assert_eq!(Blot::new(None, ["******"]).bytes(b"************".to_vec()), b"******", "and comes to an end");
     }
 }

@@ -145,7 +145,7 @@ impl Http {
         Outcome::retry(code, format!("{what}: {cause}{effect}"), reach)
     }
 
-    fn refused(&self, status: StatusCode, body: &[u8], payload: &[u8], retry_after: Option<Duration>) -> Outcome {
+    fn refused(&self, status: StatusCode, body: &[u8], message: &Message, retry_after: Option<Duration>) -> Outcome {
         let mut error = format!("{} answered {status}", self.origin);
         let class = self.statuses.of(status.as_u16());
         let code = if status.is_redirection() {
@@ -154,7 +154,8 @@ impl Http {
         } else {
             format!("HTTP_{}", status.as_u16())
         };
-        if let Some(excerpt) = excerpt(body, &self.secrets, payload) {
+        let secrets = self.secrets.and(message.headers.iter().map(|(_, value)| value.as_str()));
+        if let Some(excerpt) = excerpt(body, &secrets, &message.payload) {
             error.push_str(SAID);
             error.push_str(&excerpt);
         }
@@ -185,7 +186,7 @@ impl Courier for Http {
             return Outcome::sent();
         }
         let retry_after = if honours_retry_after(status.as_u16()) { retry_after(&headers) } else { None };
-        self.refused(status, &body, &message.payload, retry_after)
+        self.refused(status, &body, message, retry_after)
     }
 }
 

@@ -297,6 +297,10 @@ macro_rules! caller_tx {
 caller_tx!(mysql_async::Transaction<'_>);
 caller_tx!(Conn);
 
+/// How long a session waits for a row, or for a table that somebody alters or has locked whole: what we have given up must
+/// not go on waiting on the server.
+const LOCK_WAITS: &str = "innodb_lock_wait_timeout = 1, lock_wait_timeout = 1";
+
 /// Begins before the first statement, and where that goes as text, with it: a round trip less.
 const BEGIN: &str = "START TRANSACTION";
 
@@ -426,7 +430,7 @@ impl MysqlStore {
         let setup = vec![
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(),
             format!(
-                "SET SESSION wait_timeout = {}, innodb_lock_wait_timeout = 1, time_zone = '+00:00'",
+                "SET SESSION wait_timeout = {}, {LOCK_WAITS}, time_zone = '+00:00'",
                 options.silence().as_secs().max(1)
             ),
         ];
@@ -791,6 +795,8 @@ async fn migrate_on(conn: &mut Conn, missing: Missing) -> Result<Vec<String>> {
     if missing.is_empty() {
         return Ok(vec![]);
     }
+    // A change of a table that waits for somebody's transaction keeps everybody behind it waiting.
+    conn.query_drop("SET SESSION innodb_lock_wait_timeout = 5, lock_wait_timeout = 5").await.map_err(fail)?;
     for step in migrate::steps(migrate::drop_views(Dialect::Mysql)) {
         conn.query_drop(step).await.map_err(fail)?;
     }
@@ -816,6 +822,7 @@ async fn migrate_on(conn: &mut Conn, missing: Missing) -> Result<Vec<String>> {
     }
     // Only now: a run that dies before its views are back must be taken up again.
     conn.query_drop("UPDATE postrider_migrations SET steps = 0 WHERE steps < 0").await.map_err(fail)?;
+    conn.query_drop(format!("SET SESSION {LOCK_WAITS}")).await.map_err(fail)?;
     Ok(missing.iter().map(|(migration, _)| migration.name.to_owned()).collect())
 }
 

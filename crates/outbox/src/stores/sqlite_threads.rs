@@ -99,15 +99,16 @@ impl OpenFile {
     #[cfg(unix)]
     fn check_log(&self, tx: &SqliteTx) -> Result<()> {
         let log = &self.beside[0];
-        let length = std::fs::metadata(&log.path).map_or(0, |file| file.len());
-        if length >= log.length.swap(length, Ordering::Relaxed) {
+        let length = || std::fs::metadata(&log.path).map_or(0, |file| file.len());
+        let found = length();
+        if found >= log.length.swap(found, Ordering::Relaxed) {
             return Ok(());
         }
-        let frames = |row: &rusqlite::Row<'_>| row.get::<_, i64>(1);
-        let frames = tx.connection.query_row("PRAGMA wal_checkpoint(NOOP)", (), frames).map_err(|e| classify(&e))?;
-        let page =
-            tx.connection.query_row("PRAGMA page_size", (), |row| row.get::<_, i64>(0)).map_err(|e| classify(&e))?;
-        if frames > 0 && (length as i64) < 32 + frames * (24 + page) {
+        let number = |sql, column| tx.connection.query_row(sql, (), |row| row.get::<_, i64>(column));
+        let frames = number("PRAGMA wal_checkpoint(NOOP)", 1).map_err(|e| classify(&e))?;
+        let page = number("PRAGMA page_size", 0).map_err(|e| classify(&e))?;
+        // Looked at again: another process may have written the frames after its checkpoint, and since the first look.
+        if frames > 0 && (length() as i64) < 32 + frames * (24 + page) {
             log.length.store(u64::MAX, Ordering::Relaxed); // and so it stays
             return Err(gone(&log.path));
         }

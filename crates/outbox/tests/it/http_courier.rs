@@ -507,7 +507,8 @@ async fn an_echo_brings_no_secret_into_the_error() {
     let receiver = receiver(|mut stream| async move {
         let request = read_request(&mut stream).await.unwrap();
         let line = request.lines().next().unwrap();
-        let echo = format!("cannot {line} as {}", header(&request, "authorization").unwrap());
+        let own = header(&request, "x-card").unwrap_or_default();
+        let echo = format!("cannot {line} as {} with {own}", header(&request, "authorization").unwrap());
         stream.write_all(status("500 Oops", "", &echo).as_bytes()).await.unwrap();
         closed(&mut stream).await;
     });
@@ -515,6 +516,7 @@ async fn an_echo_brings_no_secret_into_the_error() {
         headers: vec![("Authorization".into(), "Bearer canary-one".into())],
         ..HttpSettings::new(receiver.await.url() + "?token=canary-two", "5e1f")
     };
-    let fault = retry(Http::new(settings).unwrap().deliver(&message()).await);
-    assert!(fault.error.ends_with("cannot POST /in?*** HTTP/1.1 as ***"), "{}", fault.error);
+    let message = Message { headers: vec![("X-Card".to_owned(), "canary-three".to_owned())], ..message() };
+    let fault = retry(Http::new(settings).unwrap().deliver(&message).await);
+    assert!(fault.error.ends_with("cannot POST /in?*** HTTP/1.1 as *** with ***"), "{}", fault.error);
 }

@@ -43,7 +43,10 @@ on_every_store! {
     a_suspect_of_one_lane_holds_up_no_other,
     twins_that_wait_leave_room_for_others,
     release_of_expired_leases_leaves_alone_what_was_taken_over,
+    what_one_process_tells_another_hears,
     the_doctor_finds_what_waits_in_vain,
+    the_doctor_looks_beyond_the_first_page,
+    the_doctor_gives_keys_back_that_name_nobody,
     what_a_hand_wrote_holds_up_nobody_and_is_told,
     audits_go_when_they_are_old,
 }
@@ -159,21 +162,29 @@ async fn p3_a_history_read_with_locks_costs_no_lease(db: Database) {
 }
 
 async fn what_is_given_up_is_over_on_the_server_too(db: Database) {
-    if db.dialect != Dialect::Postgres {
-        return; // MySQL ends what waits for a lock by itself, after a second
-    }
+    let (take, leave, waiting) = match db.dialect {
+        Dialect::Sqlite => return, // there is no server
+        Dialect::Postgres => (
+            "BEGIN; LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE",
+            "ROLLBACK",
+            "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+        ),
+        Dialect::Mysql => (
+            "LOCK TABLES outbox WRITE",
+            "UNLOCK TABLES",
+            "information_schema.processlist WHERE db = DATABASE() AND state LIKE '%lock%'",
+        ),
+    };
     let id = created(db.enqueue(NewMessage::new("a", "x").key("k")).await);
     let mut session = db.raw().await;
-    session.run("BEGIN").await.unwrap();
-    session.run(&format!("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE; SELECT {id}")).await.unwrap();
+    session.run(take).await.unwrap();
     let claim = crate::harness::claim_of("a", "w", 1, secs(60), postrider::store::From::Mark(None));
     for _ in 0..3 {
         let error = db.outbox.store().claim(&claim).await.unwrap_err();
         assert_eq!((error.kind, error.effect), (Kind::Locked, Effect::NotApplied), "{error}");
     }
-    let waiting = "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
     assert_eq!(db.count(waiting).await, 0);
-    session.run("ROLLBACK").await.unwrap();
+    session.run(leave).await.unwrap();
     assert_eq!(db.claim_one("a", "w").await.id, id);
 }
 
@@ -732,6 +743,68 @@ async fn the_doctor_finds_what_waits_in_vain(db: Database) {
     db.claim_ids("a", "w", &[nobody]).await;
     let unserved = found(Duration::ZERO).await.into_iter().filter(|(check, _)| *check == Check::UnservedShard);
     assert_eq!(unserved.count(), 0);
+}
+
+/// On PostgreSQL new work wakes workers of other processes.
+async fn what_one_process_tells_another_hears(db: Database) {
+    if db.dialect != Dialect::Postgres {
+        return; // they poll
+    }
+    let other = db.again(lanes()).await;
+    let mut heard = other.outbox.store().notified();
+    // Its listener may still be on its way.
+    for _ in 0..200 {
+        db.outbox.store().notify().await.unwrap();
+        if tokio::time::timeout(Duration::from_millis(50), &mut heard).await.is_ok() {
+            return;
+        }
+    }
+    panic!("nothing is heard");
+}
+
+/// A token that fell long ago is not covered up by what has happened since.
+async fn the_doctor_looks_beyond_the_first_page(db: Database) {
+    use postrider::doctor::{Check, Examine};
+    let fell = db.put("careful", "its token fell").await;
+    db.claim_ids("careful", "gone", &[fell]).await;
+    db.advance(secs(61));
+    db.claim_ids("careful", "other", &[fell]).await;
+    let mut session = db.raw().await;
+    session.run(&format!("UPDATE outbox SET lease_token = 1 WHERE id = {fell}")).await.unwrap();
+    // Live messages before and after it, and a history of others.
+    let many = (0..6000).map(|n| NewMessage::new("b", n.to_string())).collect();
+    db.outbox.enqueue(many).await.unwrap();
+    let history = "SELECT COUNT(*) FROM outbox_attempts";
+    let before = session.number(history).await;
+    let copied = "INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, at)
+         SELECT o.id, 0, a.kind, 1, a.at FROM outbox o, (SELECT kind, at FROM outbox_attempts LIMIT 1) a WHERE o.lane = 'b'";
+    session.run(copied).await.unwrap();
+    assert!(session.number(history).await > before + 5000);
+    let found = db.outbox.look(Duration::ZERO).await.unwrap();
+    let fallen: Vec<i64> = found.iter().filter(|c| c.ailment.check == Check::TokenFell).map(|c| c.id).collect();
+    assert_eq!(fallen, [fell]);
+}
+
+/// As after a dump that left the triggers out.
+async fn the_doctor_gives_keys_back_that_name_nobody(db: Database) {
+    use postrider::doctor::{Check, Examine};
+    if db.dialect != Dialect::Mysql {
+        return; // elsewhere an index keeps them
+    }
+    let live = created(db.enqueue(NewMessage::new("a", "x").active_key("live")).await);
+    let mut session = db.raw().await;
+    session.run("UPDATE outbox_active_keys SET outbox_id = 0").await.unwrap();
+    let alone = "INSERT INTO outbox_active_keys (lane, active_key, outbox_id, payload_sha) VALUES ('a', 'alone', 0, UNHEX(SHA2('', 256)))";
+    session.run(alone).await.unwrap();
+    let cases = db.outbox.look(Duration::ZERO).await.unwrap();
+    let told: Vec<Check> = cases.iter().map(|case| case.ailment.check).collect();
+    assert!(told.contains(&Check::KeyWithoutMessage), "{told:?}");
+    db.outbox.repair(&cases).await.unwrap();
+    let again = db.enqueue(NewMessage::new("a", "x").active_key("live")).await;
+    assert_eq!((again.id, again.outcome), (live, Enqueued::Exists), "it has its key again");
+    created(db.enqueue(NewMessage::new("a", "x").active_key("alone")).await);
+    let cases = db.outbox.look(Duration::ZERO).await.unwrap();
+    assert!(cases.iter().all(|case| case.ailment.check != Check::KeyWithoutMessage), "{cases:?}");
 }
 
 /// Rows as only a hand writes them: the greatest token, a lease without an end, a lane that is no text.

@@ -45,6 +45,7 @@ on_every_store! {
     a_newer_schema_is_refused_and_nothing_changed,
     a_newer_schema_begun_and_not_finished_is_refused,
     an_unmigrated_database_says_so,
+    a_migration_that_is_kept_waiting_gives_up_and_keeps_nobody_waiting,
 }
 
 // ---- guards ----
@@ -593,6 +594,26 @@ async fn an_unmigrated_database_says_so(db: Database) {
     assert_eq!(ran, MIGRATIONS.len(), "each migration ran once");
     fresh.put("a", "x").await;
     fresh.remove().await;
+}
+
+/// An application's transaction stays open: what alters its tables would wait for it, and everybody else for that.
+async fn a_migration_that_is_kept_waiting_gives_up_and_keeps_nobody_waiting(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // a reader keeps no writer waiting
+    }
+    let id = db.put("a", "x").await;
+    let mut session = db.raw().await;
+    session.run("DELETE FROM postrider_migrations WHERE name = 'V014__active_keys_of_all'").await.unwrap();
+    let mut stranger = db.raw().await;
+    stranger.run("BEGIN").await.unwrap();
+    assert_eq!(stranger.number("SELECT COUNT(*) FROM outbox_memory").await, 0);
+    let error = tokio::time::timeout(secs(60), db.again(lanes()).await.outbox.migrate()).await.expect("it gives up");
+    let error = error.unwrap_err();
+    assert_eq!(error.kind, Kind::Locked, "{error}");
+    assert_eq!(db.claim_one("a", "w").await.id, id, "and everybody goes on");
+    stranger.run("ROLLBACK").await.unwrap();
+    db.again(lanes()).await.outbox.migrate().await.unwrap();
+    assert_eq!(stranger.number("SELECT COUNT(*) FROM outbox_memory").await, 0, "the views are back");
 }
 
 /// MySQL commits at each statement of a migration, so a process may die between any two.

@@ -87,7 +87,8 @@ fn run(wish: &Wish) -> std::io::Result<bool> {
     let fine = beside.probes.p99() < 100.0 && beside.clients.p99() < 100.0 && ratio >= 0.9 && beside.failed == 0;
     let wanted = "p99 of probes and clients below 100 ms, throughput at least 0.9, no request lost";
     println!("{}: {wanted}", if fine { "held" } else { "not held" });
-    Ok(fine || wish.only_try)
+    // A machine that only tries promises no times; that nobody's request is lost it does.
+    Ok(if wish.only_try { alone.failed + beside.failed == 0 } else { fine })
 }
 
 /// A server in a folder of its own, with an embedded database.

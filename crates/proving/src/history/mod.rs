@@ -43,6 +43,9 @@ pub struct Row {
     pub lease_token: i64,
     pub attempts: i64,
     pub crashes: i64,
+    /// It was given back by a process that was told to stop and broke its request off. That is no attempt, and no row of the
+    /// history tells when.
+    pub broken_off: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -250,10 +253,19 @@ fn what_was_sent_arrived(row: &Row, steps: &[&Step], requests: &[&Request], judg
     }
     if taken > 1 {
         judgement.duplicates += 1;
-        // Whoever was taken over may have sent; so may whoever heard no answer, or one too late.
-        let lost = steps.len();
-        if lost + 1 < taken {
-            judgement.says("S9", format!("message {id} was taken {taken} times, and only {lost} times lost or failed"));
+    }
+    // Whoever was taken over may have sent, and so may whoever heard no answer or one too late, which is recorded under
+    // that token, or under one that the same worker was given for what it had in flight.
+    let took = requests.iter().filter(|request| (200..300).contains(&request.answered)).map(|request| request.token);
+    let took: BTreeSet<i64> = took.collect();
+    for (first, again) in took.iter().zip(took.iter().skip(1)) {
+        let explains = |step: &&&Step| match step.takeover {
+            true => step.lease_token > *first && step.lease_token <= *again,
+            false => step.lease_token >= *first && step.lease_token < *again,
+        };
+        if !row.broken_off && !steps.iter().any(|step| explains(&step)) {
+            judgement
+                .says("S9", format!("message {id} was taken under {first} and again under {again}, for no reason"));
         }
     }
 }
@@ -278,7 +290,7 @@ mod tests {
     }
 
     fn row(id: i64, state: State, lease_token: i64) -> Row {
-        Row { id, state, lease_token, attempts: 0, crashes: 0 }
+        Row { id, state, lease_token, attempts: 0, crashes: 0, broken_off: false }
     }
 
     /// One message that was enqueued, sent once and recorded.
@@ -338,10 +350,26 @@ mod tests {
             h.rows.messages[0].lease_token = 2;
         };
         assert_eq!(found(twice), ["S9"]);
-        let taken_over = |h: &mut History| {
-            twice(h);
-            h.rows.steps.push(Step { id: 1, lease_token: 2, takeover: true });
+        let because = |lease_token: i64, takeover: bool| {
+            found(|h| {
+                twice(h);
+                h.rows.steps.push(Step { id: 1, lease_token, takeover });
+            })
         };
-        assert_eq!(found(taken_over), [""; 0]);
+        assert_eq!(because(2, true), [""; 0], "taken over");
+        assert_eq!(because(1, false), [""; 0], "nobody heard the answer");
+        assert_eq!(because(1, true), ["S9"], "that was before it was taken");
+        let broken_off = |h: &mut History| {
+            twice(h);
+            h.rows.messages[0].broken_off = true;
+        };
+        assert_eq!(found(broken_off), [""; 0], "a stop broke it off");
+        // Something that failed before is no reason to send again what was taken since.
+        let earlier = |h: &mut History| {
+            h.book = vec![request(1, 1, 503), request(1, 2, 200), request(1, 3, 200)];
+            h.rows.messages[0].lease_token = 3;
+            h.rows.steps.push(Step { id: 1, lease_token: 1, takeover: false });
+        };
+        assert_eq!(found(earlier), ["S9"]);
     }
 }

@@ -24,7 +24,7 @@ fn number(text: &str) -> i64 {
 
 impl Rows {
     pub async fn of_lane(session: &mut Session, lane: &str) -> Rows {
-        let columns = "id, lease_token, attempts, crashes";
+        let columns = "id, lease_token, attempts, crashes, CASE WHEN last_error_code = 'SHUTDOWN' THEN 1 ELSE 0 END";
         let mut messages = Vec::new();
         for (table, status) in [("outbox", "'live'"), ("outbox_done", "status")] {
             let sql =
@@ -34,7 +34,8 @@ impl Rows {
                 lease_token: number(&line[1]),
                 attempts: number(&line[2]),
                 crashes: number(&line[3]),
-                state: match line[4].as_str() {
+                broken_off: line[4] == "1",
+                state: match line[5].as_str() {
                     "live" => State::Live,
                     "sent" => State::Sent,
                     _ => State::Dead,

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub use fleet::Fleet;
 pub use http::Pager;
 pub use scratch::Scratch;
-pub use session::Session;
+pub use session::{Session, mysql};
 
 /// Nothing here takes this long unless it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);

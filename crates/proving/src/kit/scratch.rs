@@ -44,7 +44,7 @@ async fn run(server: &str, sql: &str) {
         client.batch_execute(sql).await.expect(sql);
         connection.abort();
     } else {
-        let mut conn = mysql_async::Conn::from_url(server).await.expect("MySQL");
+        let mut conn = super::session::mysql(server).await.expect("MySQL");
         // A connection a test left open would keep its tables locked for ever. (PostgreSQL: FORCE.)
         if let Some(name) = sql.strip_prefix("DROP DATABASE IF EXISTS ") {
             for (id, database) in Session::of_mysql(&mut conn).await {

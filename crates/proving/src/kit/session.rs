@@ -13,6 +13,12 @@ pub enum Session {
     Mysql(mysql_async::Conn),
 }
 
+/// A connection to this address and no other: by itself the driver would ask the server for its socket and go there.
+pub async fn mysql(url: &str) -> mysql_async::Result<mysql_async::Conn> {
+    let opts = mysql_async::OptsBuilder::from_opts(mysql_async::Opts::from_url(url)?).prefer_socket(false);
+    mysql_async::Conn::new(opts).await
+}
+
 impl Session {
     pub async fn connect(dialect: Dialect, url: &str) -> Session {
         match dialect {
@@ -23,10 +29,7 @@ impl Session {
                 Session::Sqlite(connection)
             }
             Dialect::Postgres => Session::to_postgres(url).await.expect("connect to PostgreSQL"),
-            Dialect::Mysql => {
-                let opts = mysql_async::Opts::from_url(url).expect("a URL");
-                Session::Mysql(mysql_async::Conn::new(opts).await.expect("connect to MySQL"))
-            }
+            Dialect::Mysql => Session::Mysql(mysql(url).await.expect("connect to MySQL")),
         }
     }
 

@@ -344,10 +344,12 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             Some(rules)
         }
     };
-    if let Some(given) = &file.telemetry.otlp_endpoint {
-        plain::url("otlp_endpoint", given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
-    }
-    let otlp_endpoint = file.telemetry.otlp_endpoint.map(toml::Spanned::into_inner).or_else(|| {
+    let endpoint = file.telemetry.otlp_endpoint.as_ref().map(|given| {
+        plain::url("otlp_endpoint", given.get_ref())
+            .and_then(|()| secret::resolve(given.get_ref()))
+            .map_err(|e| place.wrong(given.span(), e))
+    });
+    let otlp_endpoint = endpoint.transpose()?.or_else(|| {
         let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
     });

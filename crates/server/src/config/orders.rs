@@ -142,11 +142,13 @@ fn http(
             place.wrong(at, "[orders] needs a url for adapter = \"http\", like \"https://broker.example/orders\"")
         );
     };
-    for (key, given) in [("[orders] url", Some(url)), ("look_up_url", keys.look_up_url.as_ref())] {
-        if let Some(given) = given {
-            plain::url(key, given.get_ref()).map_err(|e| place.wrong(given.span(), e))?;
-        }
-    }
+    let resolved = |key: &str, given: &toml::Spanned<String>| {
+        plain::url(key, given.get_ref())
+            .and_then(|()| secret::resolve(given.get_ref()))
+            .map_err(|e| place.wrong(given.span(), e))
+    };
+    let to = resolved("[orders] url", url)?;
+    let look_up_url = keys.look_up_url.as_ref().map(|given| resolved("look_up_url", given)).transpose()?;
     let Some(idempotency) = idempotency else {
         let what = "[orders] must say what the broker does with an order sent twice: idempotency = \"key\" (executes an Idempotency-Key once), \"look_up\" (can be asked about a key) or \"none\"";
         return Err(place.wrong(at, what));
@@ -159,14 +161,8 @@ fn http(
         let (status, meaning) = read.ok_or_else(|| place.wrong(meaning.span(), what()))?;
         statuses.insert(status, meaning);
     }
-    let settings = HttpSettings {
-        url: url.get_ref().clone(),
-        look_up_url: keys.look_up_url.as_ref().map(|url| url.get_ref().clone()),
-        headers: headers(place, &keys.headers)?,
-        statuses,
-        idempotency,
-        timeout,
-    };
+    let settings =
+        HttpSettings { url: to, look_up_url, headers: headers(place, &keys.headers)?, statuses, idempotency, timeout };
     let check = postrider_orders::adapters::HttpBroker::new(settings.clone());
     check.map_err(|e| place.wrong(keys.look_up_url.as_ref().map_or(url.span(), |k| k.span()), e))?;
     let written: Vec<(String, String)> =

@@ -403,6 +403,23 @@ fn the_variables_reach_the_lane_of_orders_too() {
     assert_eq!(config.orders.settings.max_attempts, 3);
 }
 
+/// Whoever is told to keep a URL elsewhere can.
+#[test]
+fn urls_with_a_secret_are_read_where_they_are_kept() {
+    let kept = |url: &str| format!("exec:echo {url}");
+    let text = format!(
+        "[orders]\nadapter = \"http\"\nidempotency = \"look_up\"\nurl = \"{}\"\nlook_up_url = \"{}\"\n[telemetry]\notlp_endpoint = \"{}\"\n",
+        kept("https://broker.example/orders?token=hush"),
+        kept("https://broker.example/orders/{key}?token=hush"),
+        kept("https://collector.example/?token=hush")
+    );
+    let config = config(&text);
+    let Broker::Http { settings, .. } = config.orders.broker else { panic!("a broker by HTTP") };
+    assert_eq!(settings.url, "https://broker.example/orders?token=hush");
+    assert_eq!(settings.look_up_url.as_deref(), Some("https://broker.example/orders/{key}?token=hush"));
+    assert_eq!(config.otlp_endpoint.as_deref(), Some("https://collector.example/?token=hush"));
+}
+
 #[test]
 fn each_capability_is_skipped_by_its_own_name() {
     use postrider_memories::gate::{SkipSource, Skips};

@@ -127,6 +127,7 @@ enum Version {
 /// By its first bytes: HTTP/2 without TLS begins with `PRI * HTTP/2.0`.
 async fn version_of(stream: &TcpStream) -> Option<Version> {
     let mut start = [0_u8; 4];
+    let mut pause = Duration::from_millis(5);
     loop {
         let seen = stream.peek(&mut start).await.ok().filter(|n| *n > 0)?;
         if !b"PRI ".starts_with(&start[..seen]) {
@@ -135,7 +136,9 @@ async fn version_of(stream: &TcpStream) -> Option<Version> {
         if seen == start.len() {
             return Some(Version::Two);
         }
-        tokio::time::sleep(Duration::from_millis(5)).await; // no peek waits for more than is there
+        // No peek waits for more than is there. Whoever dawdles over four bytes is not to cost more than it does.
+        tokio::time::sleep(pause).await;
+        pause = (2 * pause).min(Duration::from_millis(500));
     }
 }
 

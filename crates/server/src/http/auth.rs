@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
@@ -47,15 +47,15 @@ fn unauthorized(message: &str) -> Refusal {
 
 /// Lets a request through to routes that need `scope`, with its [`Caller`].
 pub async fn require(app: Arc<App>, scope: Scope, request: Request, next: Next) -> Response {
-    let asked =
-        caller(&app, request.method(), request.headers()).await.and_then(|caller| caller.may(scope).map(|()| caller));
+    let asked = caller(&app, request.method(), request.version(), request.headers()).await;
+    let asked = asked.and_then(|caller| caller.may(scope).map(|()| caller));
     admit(asked, request, next).await
 }
 
 /// For routes that ask for scopes themselves. Pages of other sites are refused whatever they show.
 pub async fn any(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let asked = match own_origin(request.headers()) {
-        Ok(()) => caller(&app, request.method(), request.headers()).await,
+        Ok(()) => caller(&app, request.method(), request.version(), request.headers()).await,
         Err(refusal) => Err(refusal),
     };
     admit(asked, request, next).await
@@ -83,7 +83,7 @@ pub async fn hear_out(request: Request) {
     let _ = tokio::time::timeout(Duration::from_secs(1), body).await;
 }
 
-pub async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<Caller, Refusal> {
+pub async fn caller(app: &App, method: &Method, version: Version, headers: &HeaderMap) -> Result<Caller, Refusal> {
     let Some(shown) = headers.get(header::AUTHORIZATION) else {
         if let Some(session) = session::shown(headers, app.tls) {
             // A browser shows its cookie whoever made it ask: what changes something must come from our own page.
@@ -103,7 +103,7 @@ pub async fn caller(app: &App, method: &Method, headers: &HeaderMap) -> Result<C
         if app.tokens_required {
             return Err(unauthorized("a token is needed: `Authorization: Bearer pr_…` (postrider token create)"));
         }
-        not_forwarded(headers)?;
+        not_forwarded(version, headers)?;
         return same_site(headers).map(|()| Caller(None));
     };
     known(app, shown.to_str().ok().and_then(bearer).unwrap_or_default()).await
@@ -173,16 +173,26 @@ const BEGIN_OF_PROXIES: [&str; 24] = [
 ];
 
 /// A request that a proxy passed on comes from this machine and from anywhere: without a token the world would be let in.
-pub fn not_forwarded(headers: &HeaderMap) -> Result<(), Refusal> {
+pub fn not_forwarded(version: Version, headers: &HeaderMap) -> Result<(), Refusal> {
     let of_a_proxy = |name: &str| {
         let name = name.replace('_', "-");
         OF_PROXIES.contains(&name.as_str()) || BEGIN_OF_PROXIES.iter().any(|begin| name.starts_with(begin))
     };
-    let Some(header) = headers.keys().map(|name| name.as_str()).find(|name| of_a_proxy(name)) else { return Ok(()) };
+    let header = headers.keys().map(|name| name.as_str()).find(|name| of_a_proxy(name));
+    let seen = match header {
+        Some(header) => format!("it has the header {header}"),
+        // nginx with nothing but `proxy_pass` adds no header, names us as the host, and speaks as hardly anybody else does.
+        None if version < Version::HTTP_11 => "it is in HTTP/1.0, as nginx passes requests on".to_owned(),
+        None => return Ok(()),
+    };
     let what = format!(
-        "this request came through a proxy (it has the header {header}), and this server lets everybody on its machine in without a token. Make one (postrider token create) and send it as `Authorization: Bearer pr_…`, or sign in with it; set [auth] mode = \"always\" so that nobody gets in without"
+        "this request came through a proxy ({seen}), and this server lets everybody on its machine in without a token. Make one (postrider token create) and send it as `Authorization: Bearer pr_…`, or sign in with it; set [auth] mode = \"always\" so that nobody gets in without"
     );
-    Err(Refusal::new(StatusCode::FORBIDDEN, "FORWARDED_WITHOUT_TOKEN", what).with("header", header))
+    let refusal = Refusal::new(StatusCode::FORBIDDEN, "FORWARDED_WITHOUT_TOKEN", what);
+    Err(match header {
+        Some(header) => refusal.with("header", header),
+        None => refusal.with("version", "HTTP/1.0"),
+    })
 }
 
 /// A page of another site, open in a browser on this machine, must not act for its user.

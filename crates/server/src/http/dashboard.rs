@@ -1,6 +1,7 @@
 //! The dashboard's files, inside the binary. A strict policy lets the page load nothing but them.
 
 use axum::Router;
+use axum::body::Bytes;
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -31,7 +32,7 @@ pub fn routes() -> Router {
 }
 
 /// A page that loads nothing at all.
-pub fn document(html: String) -> Response {
+pub fn document(html: Bytes) -> Response {
     let mut response = file("text/html; charset=utf-8", "");
     let policy = "default-src 'none'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(policy));

@@ -45,10 +45,13 @@ pub async fn readyz(State(app): State<Arc<App>>) -> Result<Json<Health>, Refusal
     let unavailable = |what: &str| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "STORE_UNAVAILABLE", what);
     app.answers
         .asked(async {
-            match tokio::time::timeout(PATIENCE, app.outbox.paused_lanes()).await {
-                Ok(Ok(_)) => Ok(()),
-                Ok(Err(error)) => Err(error.into()),
-                Err(_) => Err(unavailable("the database does not answer in time")),
+            // On its own: a client that hangs up does not break a connection to the database off.
+            let outbox = app.outbox.clone();
+            let asking = tokio::spawn(async move { outbox.paused_lanes().await });
+            match tokio::time::timeout(PATIENCE, asking).await {
+                Ok(Ok(Ok(_))) => Ok(()),
+                Ok(Ok(Err(error))) => Err(error.into()),
+                Ok(Err(_)) | Err(_) => Err(unavailable("the database does not answer in time")),
             }
         })
         .await?;

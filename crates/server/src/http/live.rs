@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::{Extension, State};
+use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures_util::Stream;
 use postrider::clock::Tick;
@@ -16,6 +17,7 @@ use utoipa::ToSchema;
 use super::App;
 use super::auth::Caller;
 use super::error::Refusal;
+use super::session;
 use crate::live::{Sample, Watching};
 use crate::roll::{self, Load};
 
@@ -53,19 +55,26 @@ const TRY_AGAIN: Duration = Duration::from_secs(2);
 pub async fn stream(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
 ) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
     let watching = Watching::new(app.live.clone());
     let newest = app.live.subscribe();
     let begun = Some(Tick::now());
+    let signed_in = session::by_cookie(&headers, app.tls).map(str::to_owned);
+    let caller = (caller, signed_in);
     let events = futures_util::stream::unfold(
         (watching, newest, caller, begun, app),
         async |(watching, mut newest, caller, begun, app)| {
             let begun = begun?;
             newest.changed().await.ok()?;
-            // Whoever is no longer let in hears no more.
-            if let Some(token) = caller.token()
-                && matches!(app.tokens.still_good(token.id).await, Ok(None))
-            {
+            // Whoever is no longer let in, or has signed out, hears no more.
+            let (who, session) = &caller;
+            let is_over = match (who.token(), session) {
+                (None, _) => false,
+                (Some(_), Some(session)) => matches!(app.sessions.verify(session).await, Ok(None)),
+                (Some(token), None) => matches!(app.tokens.still_good(token.id).await, Ok(None)),
+            };
+            if is_over {
                 return None;
             }
             let sample = newest.borrow_and_update().clone();
@@ -74,7 +83,7 @@ pub async fn stream(
             }
             let is_last = Tick::now().since(begun) >= STREAM;
             let retry = if is_last { GO_ON } else { TRY_AGAIN };
-            let event = Event::default().event("sample").retry(retry).json_data(sample.seen_by(&caller));
+            let event = Event::default().event("sample").retry(retry).json_data(sample.seen_by(&caller.0));
             Some((Ok(event.unwrap_or_default()), (watching, newest, caller, (!is_last).then_some(begun), app)))
         },
     );

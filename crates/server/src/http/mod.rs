@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
@@ -317,7 +318,8 @@ pub fn router(app: &Arc<App>) -> Router {
     reference::complete(&mut description);
     let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
     description.components.get_or_insert_default().add_security_scheme("token", scheme);
-    let page = reference::page(&description);
+    // Shared by all answers: many may be under way.
+    let page = Bytes::from(reference::page(&description));
     let descriptions = Router::new()
         .route("/openapi.json", axum::routing::get(reference::document))
         .with_state(Arc::new(reference::Shown::new(app.clone(), description)));

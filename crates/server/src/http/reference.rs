@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, Method, header};
+use axum::http::{HeaderMap, Method, Version, header};
 use axum::response::IntoResponse;
 use bytes::Bytes;
 use utoipa::openapi::path::{Operation, PathItem};
@@ -100,8 +100,8 @@ fn written(description: &OpenApi, lanes: Option<&[&str]>) -> Bytes {
 }
 
 /// `GET /openapi.json`.
-pub async fn document(State(shown): State<Arc<Shown>>, headers: HeaderMap) -> impl IntoResponse {
-    let text = match auth::caller(&shown.app, &Method::GET, &headers).await {
+pub async fn document(State(shown): State<Arc<Shown>>, version: Version, headers: HeaderMap) -> impl IntoResponse {
+    let text = match auth::caller(&shown.app, &Method::GET, version, &headers).await {
         Ok(caller) => {
             let lanes = shown.app.outbox.lanes();
             let own: Vec<&str> =

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, Version, header};
 use axum::middleware::from_fn;
 use axum::response::IntoResponse;
 use axum::routing::get;
@@ -56,12 +56,12 @@ impl Scrape {
         Ok((address, tokio::spawn(serve(listener, None, router, limits, Duration::from_secs(1), until))))
     }
 
-    async fn may_read(&self, headers: &HeaderMap) -> Result<(), Refusal> {
+    async fn may_read(&self, version: Version, headers: &HeaderMap) -> Result<(), Refusal> {
         let shown = headers.get(header::AUTHORIZATION).and_then(|shown| bearer(shown.to_str().ok()?));
         let Some(shown) = shown else {
             return match self.tokens_required {
                 true => Err(unauthorized()),
-                false => not_forwarded(headers).and_then(|()| same_site(headers)),
+                false => not_forwarded(version, headers).and_then(|()| same_site(headers)),
             };
         };
         match Tokens::new(self.outbox.clone()).verify(shown.trim()).await? {
@@ -81,8 +81,12 @@ fn unauthorized() -> Refusal {
     Refusal::new(StatusCode::UNAUTHORIZED, "UNAUTHORIZED", what)
 }
 
-async fn page(State(scrape): State<Arc<Scrape>>, headers: HeaderMap) -> Result<impl IntoResponse, Refusal> {
-    scrape.may_read(&headers).await?;
+async fn page(
+    State(scrape): State<Arc<Scrape>>,
+    version: Version,
+    headers: HeaderMap,
+) -> Result<impl IntoResponse, Refusal> {
+    scrape.may_read(version, &headers).await?;
     let page = scrape.meters.page(&scrape.outbox, scrape.memories.as_ref()).await?;
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page))
 }

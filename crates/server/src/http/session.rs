@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 use axum::response::{IntoResponse, Response};
 use postrider::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,11 @@ pub fn shown(headers: &HeaderMap, tls: bool) -> Option<&str> {
         let (name, value) = pair.trim().split_once('=')?;
         (name == wanted && !value.is_empty()).then_some(value)
     })
+}
+
+/// The same, where it is what lets a request in: a token of its own goes before.
+pub fn by_cookie(headers: &HeaderMap, tls: bool) -> Option<&str> {
+    shown(headers, tls).filter(|_| !headers.contains_key(header::AUTHORIZATION))
 }
 
 fn cookie(headers: &HeaderMap, tls: bool, value: &str, age: &str) -> HeaderValue {
@@ -119,12 +124,15 @@ pub async fn sign_in(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
     get, path = "/v1/session", tag = "server", security(()),
     responses((status = 200, description = "You, or nobody", body = Session))
 )]
-pub async fn session(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Json<Session>, Refusal> {
-    match auth::caller(&app, &Method::GET, &headers).await {
+pub async fn session(
+    State(app): State<Arc<App>>,
+    version: Version,
+    headers: HeaderMap,
+) -> Result<Json<Session>, Refusal> {
+    match auth::caller(&app, &Method::GET, version, &headers).await {
         Ok(caller) => {
             let view = Session::of(caller.token(), app.tokens_required);
-            let by_cookie = shown(&headers, app.tls).filter(|_| !headers.contains_key(header::AUTHORIZATION));
-            let session = match by_cookie {
+            let session = match by_cookie(&headers, app.tls) {
                 Some(session) => app.sessions.verify(session).await?,
                 None => None,
             };

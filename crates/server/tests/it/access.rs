@@ -632,6 +632,19 @@ fn what_a_destination_said_is_for_those_who_may_see_payloads() {
         assert!(ours.contains("422") && !ours.contains("no such card"), "{path}: {ours}");
         assert!(whole.contains("422") && whole.contains("no such card"), "{path}: {whole}");
     }
+    // Nor what a receiver of webhooks answered, with its headers.
+    for sql in [
+        "INSERT INTO events (id, event_type, payload, payload_sha, content_type, created_at) VALUES (7, 'a.b', X'31', zeroblob(32), 'application/json', 1)",
+        "INSERT INTO webhook_delivery_sagas (id, event_id, subscription_id, generation, status, attempt_count, created_at, updated_at) VALUES (7, 7, 1, 0, 'Completed', 1, 1, 1)",
+        "INSERT INTO webhook_attempts (job_id, saga_id, attempt, started_at, duration_ms, response_status, response_headers, response_body) VALUES (7, 7, 1, 1, 1, 200, '[[\"x-canary\",\"no such card\"]]', CAST('no such card' AS BLOB))",
+    ] {
+        home.execute(sql);
+    }
+    for path in ["/v1/sagas/7", "/v1/events/7"] {
+        let (ours, whole) = (get(&reader, path), get(&trusted, path));
+        assert!(ours.contains("200") && !ours.contains("no such card") && !ours.contains("x-canary"), "{path}: {ours}");
+        assert_eq!(whole.matches("no such card").count(), 2, "{path}: {whole}");
+    }
     // Nothing else that a reader may ask repeats it either.
     for path in ["/v1/overview", "/metrics", "/v1/lanes", "/v1/doctor"] {
         let answer = server.request("GET", path, &[("authorization", &*reader)], b"");

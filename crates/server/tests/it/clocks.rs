@@ -75,6 +75,8 @@ fn hosts_an_hour_off(database: Database) {
     let _alone = ONE_FLEET.lock().unwrap_or_else(|e| e.into_inner());
     let mut scene = Scene::on(database, "");
     let (ahead, behind) = (clocks::wall_clock_off_by(HOUR).unwrap(), clocks::wall_clock_off_by(-HOUR).unwrap());
+    let hosts = [&ahead, &Vec::new(), &behind].map(|environment| clocks::wall_clock_of(environment).unwrap());
+    assert!(hosts[0] - hosts[1] > HOUR - 60 && hosts[1] - hosts[2] > HOUR - 60, "the hosts disagree: {hosts:?}");
     let start = |environment: &[(&str, std::ffi::OsString)]| {
         scene.home.start_below(&["env"], &borrowed(environment), &["worker", "--lane", "fleet"])
     };
@@ -91,7 +93,7 @@ fn hosts_an_hour_off(database: Database) {
         worker.signal(Signal::TERM);
         worker.ends_within(Duration::from_secs(30)).done();
     }
-    wait_until("the doctor finds nothing", || scene.home.run(&["doctor", "--json"]).code == 0);
+    scene.home.is_healthy();
 }
 
 #[test]
@@ -108,12 +110,19 @@ fn row_30_mysql_hosts_an_hour_off() {
 /// settled twice or lost.
 fn the_databases_clock_jumps(url: &str, set: impl Fn(i64)) {
     const JUMP: i64 = 8;
+    let _alone = ONE_FLEET.lock().unwrap_or_else(|e| e.into_inner());
     let mut scene = Scene::on(Database::sqlite(), &format!("database = \"{url}\"\n"));
     scene.enqueue(MESSAGES);
     let workers = [scene.worker(), scene.worker(), scene.worker()];
     let after = |part: usize| wait_until("some have arrived", || scene.receiver.count() > MESSAGES * part / 10);
     after(1);
     set(JUMP);
+    let ahead = scene.runtime.block_on(async {
+        let now =
+            if url.starts_with("mysql") { "UNIX_TIMESTAMP()" } else { "extract(epoch FROM clock_timestamp())::bigint" };
+        Session::to(url).await.number(&format!("SELECT {now}")).await
+    }) - clocks::wall_clock_of(&[]).unwrap();
+    assert!((JUMP - 2..=JUMP + 2).contains(&ahead), "the server believes it: {ahead} s ahead");
     after(4);
     set(0);
     after(6);
@@ -126,7 +135,7 @@ fn the_databases_clock_jumps(url: &str, set: impl Fn(i64)) {
     scene.enqueue(50);
     scene.is_settled(Duration::from_secs(60), url);
     drop(workers);
-    wait_until("the doctor finds nothing", || scene.home.run(&["doctor", "--json"]).code == 0);
+    scene.home.is_healthy();
 }
 
 #[test]
@@ -169,10 +178,13 @@ fn machines_that_slept(database: Database) {
     scene.enqueue(MESSAGES);
     let start = |seconds: i64| {
         let words = clocks::booted(seconds);
+        let off =
+            clocks::time_since_boot_of(&words).unwrap() - clocks::time_since_boot_of(&["env".to_owned()]).unwrap();
+        assert!((seconds - 5..=seconds + 5).contains(&off), "it believes it: {off} s instead of {seconds}");
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         scene.home.start_below(&words, &[], &["worker", "--lane", "fleet"])
     };
-    let workers = [start(30 * 24 * HOUR), start(-60), start(0)];
+    let workers = [start(30 * 24 * HOUR), start(-30), start(0)];
     assert_eq!(scene.is_settled(Duration::from_secs(60), &url(&scene.home)), 0, "no lease seemed to have run out");
     // Whoever is stopped for longer than a lease sees it by the same clock, wherever that began.
     let asleep = &workers[0];
@@ -187,6 +199,7 @@ fn machines_that_slept(database: Database) {
         worker.signal(Signal::TERM);
         worker.ends_within(Duration::from_secs(30)).done();
     }
+    scene.home.is_healthy();
 }
 
 #[test]

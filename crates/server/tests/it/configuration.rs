@@ -54,3 +54,32 @@ fn secrets_are_references() {
     assert!(home.command(&["migrate"]).env("MY_DATABASE", "sqlite://mine.db").status().unwrap().success());
     assert!(home.path("mine.db").exists());
 }
+
+/// Both are said by `config check`, and by what runs for long at its start; neither keeps anybody from starting.
+#[test]
+fn who_could_listen_or_read_the_password_is_told() {
+    use std::os::unix::fs::PermissionsExt;
+    let home = Home::sqlite();
+    let open = "database = \"postgres://u:canary-password@127.0.0.2:1/a\"\n";
+    home.write("postrider.toml", open);
+    let mode =
+        |mode| std::fs::set_permissions(home.path("postrider.toml"), std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o644);
+    let told = |args: &[&str]| {
+        let mut command = home.command(args);
+        command.env_remove("POSTRIDER_DATABASE");
+        let output = command.output().unwrap();
+        let told = [output.stdout, output.stderr].concat();
+        let told = String::from_utf8(told).unwrap();
+        assert!(!told.contains("canary-password"), "{told}");
+        told
+    };
+    assert!(told(&["config", "check"]).contains("can be read by others"));
+    mode(0o600);
+    let closed = told(&["config", "check"]);
+    assert!(!closed.contains("can be read by others") && !closed.contains("is reached"), "{closed}");
+    // Nobody answers there; it is said before anybody is asked.
+    home.write("postrider.toml", "database = \"mysql://u:canary-password@192.0.2.1:1/a\"\n");
+    let check = told(&["config", "check"]);
+    assert!(check.contains("is reached in the clear"), "{check}");
+}

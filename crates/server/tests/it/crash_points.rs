@@ -22,6 +22,8 @@ use crate::scratch::Database;
 
 const ORDER: &str = r#"{"instrument":"AAPL","side":"BUY","qty":1,"price":10.5,"time_in_force":"IOC"}"#;
 const LEASE: Duration = Duration::from_secs(2);
+/// Of the places, one in so many is tried, unless `POSTRIDER_CRASH_POINTS=all`.
+const EVERY: usize = 9;
 
 /// Answers 500 to a body that holds a word that is not well yet, except to who is always well.
 #[derive(Clone, Default)]
@@ -89,16 +91,18 @@ impl Story {
         story
     }
 
-    /// Starts a server with these variables; if it dies of them before it listens, one without.
-    fn start(&mut self, variables: &[(&str, &str)]) {
+    /// Starts a server with these variables; if it dies of them before it listens, one without. Does it live with them?
+    fn start(&mut self, variables: &[(&str, &str)]) -> bool {
         self.server = None; // killed
         let mut command = self.home.command(&["serve", "--listen", "127.0.0.1:0"]);
         command.envs(variables.iter().copied());
         self.server = Server::unless_it_dies(command).ok();
-        if self.server.is_none() {
+        let lives = self.server.is_some();
+        if !lives {
             assert!(!variables.is_empty(), "it does not start any more");
             self.start(&[]);
         }
+        lives
     }
 
     /// Asks until there is an answer, as somebody does who was told nothing; starts the server again when it died.
@@ -169,6 +173,8 @@ impl Story {
         let change = json!({"description": format!("round {n}"), "max_in_flight": 3 + n % 2}).to_string();
         self.ask("PATCH", &subscription, "", &change, &[200]);
         self.post(&format!("{subscription}/resume"), "", &json!({}), &[200]);
+        self.post("/v1/lanes/work/pause", "", &json!({}), &[200]);
+        self.post("/v1/lanes/work/resume", "", &json!({}), &[200]);
 
         let of_message =
             |id: i64, status: &str| format!("SELECT COUNT(*) FROM outbox_done WHERE id = {id} AND status = '{status}'");
@@ -235,7 +241,7 @@ impl Story {
 }
 
 /// Runs the story once to learn the places, then once for each of them, with a server that dies there.
-fn dies_at_every_commit(database: Database, which: usize) {
+fn dies_at_every_commit(database: Database) {
     let mut story = Story::begin(database);
     let book = story.home.path("places");
     story.start(&[("POSTRIDER_FAILPOINTS", book.to_str().unwrap())]);
@@ -247,18 +253,25 @@ fn dies_at_every_commit(database: Database, which: usize) {
         assert!(places.iter().any(|place| place.starts_with(part)), "no commit of {part} in {places:#?}");
     }
     let all = std::env::var("POSTRIDER_CRASH_POINTS").is_ok_and(|value| value == "all");
-    let mut died = 0;
+    // Each run tries others: which, it says.
+    let which = fastrand::usize(..EVERY);
+    println!("every {EVERY}th place, from place {which} on");
     let chosen: Vec<&str> =
-        places.iter().copied().enumerate().filter(|(i, _)| all || i % 9 == which).map(|p| p.1).collect();
+        places.iter().copied().enumerate().filter(|(i, _)| all || i % EVERY == which).map(|p| p.1).collect();
+    let mut unreached = Vec::new();
     for (i, place) in chosen.iter().enumerate() {
         println!("{i} {place}");
-        story.start(&[("POSTRIDER_FAILPOINT", place)]);
+        let lives = story.start(&[("POSTRIDER_FAILPOINT", place)]);
         let before = story.server.as_ref().unwrap().pid();
         story.round(i + 1);
-        died += usize::from(story.server.as_ref().unwrap().pid() != before);
+        if lives && story.server.as_ref().unwrap().pid() == before {
+            unreached.push(*place);
+        }
     }
-    println!("{} places, {} tried, {died} died after they listened", places.len(), chosen.len());
-    wait_until("the doctor finds nothing", || story.home.run(&["doctor", "--json"]).code == 0);
+    println!("{} places, {} tried, not reached again: {unreached:?}", places.len(), chosen.len());
+    // What only happens now and then (a sweep that finds something, a retry after a busy moment) may not happen again.
+    assert!(unreached.len() * 4 <= chosen.len(), "hardly any died: {unreached:?} of {chosen:?}");
+    story.home.is_healthy();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let url = story.url();
     runtime.block_on(async { Deliveries::read(&mut Session::to(&url).await).await }).judge().is_clean();
@@ -266,17 +279,17 @@ fn dies_at_every_commit(database: Database, which: usize) {
 
 #[test]
 fn sqlite_dies_at_every_commit() {
-    dies_at_every_commit(Database::sqlite(), 0);
+    dies_at_every_commit(Database::sqlite());
 }
 
 #[test]
 fn postgres_dies_at_every_commit() {
-    dies_at_every_commit(Database::postgres(), 3);
+    dies_at_every_commit(Database::postgres());
 }
 
 #[test]
 fn mysql_dies_at_every_commit() {
-    dies_at_every_commit(Database::mysql(), 6);
+    dies_at_every_commit(Database::mysql());
 }
 
 // The faults of docs/guarantees.md that need a place to die at.

@@ -335,6 +335,52 @@ fn row_26_what_a_sync_fails_for_is_not_acknowledged() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The disk is full while messages are under way: what it has no room for is refused for certain, what was delivered is
+/// recorded once there is room again, and nothing that was acknowledged is lost, whenever the power fails.
+#[test]
+fn row_27_a_full_disk_refuses_what_it_cannot_keep_and_loses_nothing() {
+    let runtime = Runtime::new().unwrap();
+    let slow = Answer { status: 200, after: Duration::from_millis(300) };
+    let receiver = runtime.block_on(Receiver::start(move |_| slow)).unwrap();
+    let mut run = Run::begin(&receiver);
+    run.home.run(&["migrate"]).done();
+    let server = run.serve();
+    let under_way: Vec<i64> = (0..6)
+        .map(|n| {
+            run.enqueue(&server, "work", format!("under way {n}").as_bytes()).answered(201).json()["id"]
+                .as_i64()
+                .unwrap()
+        })
+        .collect();
+    wait_until("they are under way", || receiver.count() > 0);
+    run.disk.is(Fault::Full);
+    // There may be room in what the files have already.
+    let (mut accepted, mut refused) = (0, 0);
+    while refused < 5 {
+        let answer = run.enqueue(&server, "later", &[b'x'; 20_000]);
+        if answer.status == 201 {
+            accepted += 1;
+        } else {
+            answer.refused(503, "STORE_UNAVAILABLE");
+            refused += 1;
+        }
+        assert!(accepted < 1000, "it is not full");
+    }
+    server.get("/readyz").refused(503, "STORE_UNAVAILABLE");
+    wait_until("all that was under way has been delivered", || receiver.count() >= under_way.len());
+    run.disk.is(Fault::None);
+    wait_until("it is ready again", || server.get("/readyz").status == 200);
+    for id in under_way {
+        run.is_sent(&server, id);
+    }
+    run.enqueue(&server, "later", b"after").answered(201);
+    let there = server.get("/v1/outbox?lane=later&limit=1000").json()["items"].as_array().unwrap().len();
+    assert_eq!(there, accepted + 1, "what was refused is not there");
+    server.stop();
+    let wrong = power_fails(&run, |n| vec![[Loss::Everything, Loss::Nothing, Loss::Torn(n as u64)][n % 3]]);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// What grows is told, nothing else suffers, and with the reader's end it is over.
 #[test]
 fn row_28_a_reader_that_never_ends_lets_the_log_grow_and_is_told() {

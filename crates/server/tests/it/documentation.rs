@@ -212,9 +212,10 @@ fn ellipses_stand_for_anything_and_only_they() {
 }
 
 /// What takes too long for this test, or does not come to an end by itself: who runs it instead, and in which words.
-const RUN_ELSEWHERE: [(&str, &[(&str, &str)]); 9] = [
+const RUN_ELSEWHERE: [(&str, &[(&str, &str)]); 10] = [
     ("make test", &[("Makefile", "ci: lint test ")]),
     ("make bench", &[("Makefile", "MESSAGES=50 $(MAKE) bench")]),
+    ("make databases", &[("Makefile", "$(MAKE) databases NAMES=\"--kernel mysql-9.7 postgres-18\"")]),
     (
         "cargo run --release -- demo",
         &[("Makefile", "$(MAKE) demo"), ("Makefile", "cargo run --locked --release -- demo")],

@@ -122,7 +122,7 @@ fn a_lagging_standby_is_promoted(pooler: Option<fn(&Postgres) -> Pooler>) {
     let (_, log) = server.stop();
     let told = logs.map(|log| std::fs::read_to_string(home.path(log)).unwrap()).join("") + &log;
     assert_eq!(told.matches("PostgreSQL was promoted or restored").count(), 1, "it is told, once: {told}");
-    wait_until("the doctor finds nothing", || home.run(&["doctor", "--json"]).code == 0);
+    home.is_healthy();
 }
 
 fn count(receiver: &Receiver, name: &str) -> usize {

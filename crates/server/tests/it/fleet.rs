@@ -99,6 +99,10 @@ fn killed_paused_and_restarted(database: Database) {
     let judgement = History { enqueued, book: receiver.log(), rows, limits }.judge();
     judgement.is_clean();
     println!("{} messages were sent more than once, each after a lost lease", judgement.duplicates);
+    if let Database::Sqlite = home.database {
+        crate::scratch::is_whole(&home.path("postrider.db"));
+    }
+    home.is_healthy();
 }
 
 #[test]

@@ -128,6 +128,11 @@ impl Home {
     }
 
     /// `outbox stats --json` of one lane.
+    /// The last step of a test with several processes: the doctor finds nothing.
+    pub fn is_healthy(&self) {
+        wait_until("the doctor finds nothing", || self.run(&["doctor", "--json"]).code == 0);
+    }
+
     pub fn stats(&self, lane: &str) -> Value {
         self.run(&["outbox", "stats", "--json"]).done().json()["lanes"][lane].clone()
     }
@@ -192,6 +197,10 @@ impl Running {
 
     pub fn pid(&self) -> rustix::process::Pid {
         rustix::process::Pid::from_child(self.0.as_ref().unwrap())
+    }
+
+    pub fn has_ended(&mut self) -> bool {
+        self.0.as_mut().unwrap().try_wait().unwrap().is_some()
     }
 
     /// Waits for the end, at most this long.

@@ -38,13 +38,16 @@ fn killed_over_and_over(database: Database) {
         total += count;
     };
     enqueue(FIRST);
+    let mut killed = 0;
     for _ in 0..kills.div_ceil(PACK) {
         let workers = [(); PACK].map(|()| home.start_silent(&["worker", "--lane", "fleet"]));
         enqueue(MORE);
         // Some die before they have claimed anything, some in the middle of everything.
-        for worker in workers {
+        for mut worker in workers {
             std::thread::sleep(Duration::from_millis(fastrand::u64(5..100)));
+            assert!(!worker.has_ended(), "it runs until it is killed");
             worker.signal(Signal::KILL);
+            killed += 1;
         }
     }
     let worker = home.start_silent(&["worker", "--lane", "fleet"]);
@@ -56,13 +59,20 @@ fn killed_over_and_over(database: Database) {
     assert!(rows.messages.iter().all(|row| row.state == State::Sent));
     // Ids are given in the order of the lines.
     let enqueued = rows.messages.iter().enumerate().map(|(n, row)| Enqueued::accepted(row.id, n.to_string())).collect();
+    let takeovers = rows.steps.iter().filter(|step| step.takeover).count();
     let limits = Some(Limits { attempts: 8, crashes: CRASHES });
     let judgement = History { enqueued, book: receiver.log(), rows, limits }.judge();
     judgement.is_clean();
-    let killed = kills.next_multiple_of(PACK);
-    println!("{killed} kills: {total} messages, {} went out more than once, each for a reason", judgement.duplicates);
+    println!(
+        "{killed} kills: {total} messages, {takeovers} takeovers, {} went out more than once, each for a reason",
+        judgement.duplicates
+    );
+    assert!(takeovers > 0, "somebody died in the middle of something");
     assert!(judgement.duplicates < total, "most went out once");
-    wait_until("the doctor finds nothing", || home.run(&["doctor", "--json"]).code == 0);
+    if let Database::Sqlite = home.database {
+        crate::scratch::is_whole(&home.path("postrider.db"));
+    }
+    home.is_healthy();
 }
 
 #[test]

@@ -847,6 +847,7 @@ fn ten_workers_with_leases_of_their_own_never_hold_one_memory_together() {
         assert_eq!(memory.state()["adds"].as_i64().unwrap() - before, memories, "each was sent once");
         assert_eq!(home.number("SELECT COUNT(*) FROM write_audit WHERE reason = 'outbox_flush_conflict'"), 0);
         assert_eq!(home.number("SELECT COALESCE(MAX(crashes), 0) FROM outbox_done"), 0);
+        home.is_healthy();
     });
 }
 

@@ -39,7 +39,7 @@ fn behind_a_pooler_everything_goes_on_and_it_is_said() {
     bodies.sort();
     bodies.dedup();
     assert_eq!((bodies.len(), receiver.count()), (501, 501), "each once");
-    wait_until("the doctor finds nothing", || home.run(&["doctor", "--json"]).code == 0);
+    home.is_healthy();
     for worker in workers {
         worker.signal(Signal::TERM);
         worker.ends_within(Duration::from_secs(30)).done();

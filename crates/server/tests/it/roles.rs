@@ -234,6 +234,7 @@ fn served_by_seven(home: &Home, receiver: &Receiver) {
     let saga = server.post("/v1/events", &json, &event).answered(202).json()["saga_ids"][0].clone();
     wait_until("it is delivered", || server.get(&format!("/v1/sagas/{saga}")).json()["status"] == "Completed");
     assert_eq!(server.get("/readyz").status, 200);
+    home.is_healthy();
     assert_eq!(server.stop().0, 0);
 }
 

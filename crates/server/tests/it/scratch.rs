@@ -167,7 +167,7 @@ fn postgres_rows(url: &str, sql: &str) -> Vec<Vec<String>> {
 
 fn mysql_rows(url: &str, sql: &str) -> Vec<Vec<String>> {
     block_on(async {
-        let mut connection = mysql_async::Conn::from_url(url).await.unwrap();
+        let mut connection = proving::kit::mysql(url).await.unwrap();
         let rows: Vec<mysql_async::Row> = connection.query(sql).await.unwrap();
         connection.disconnect().await.unwrap();
         let text = |value: mysql_async::Value| match value {
@@ -211,8 +211,15 @@ fn on_postgres(url: &str, sql: &str) {
 
 pub fn on_mysql(url: &str, sql: &str) {
     block_on(async {
-        let mut connection = mysql_async::Conn::from_url(url).await.unwrap();
+        let mut connection = proving::kit::mysql(url).await.unwrap();
         connection.query_drop(sql).await.unwrap();
         connection.disconnect().await.unwrap();
     });
+}
+
+/// A SQLite file has nothing wrong with it.
+pub fn is_whole(file: &std::path::Path) {
+    let database = rusqlite::Connection::open(file).unwrap();
+    let told: String = database.query_row("PRAGMA integrity_check", (), |row| row.get(0)).unwrap();
+    assert_eq!(told, "ok", "{}", file.display());
 }

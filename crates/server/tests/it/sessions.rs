@@ -133,22 +133,38 @@ fn all_sessions_are_listed() {
 }
 
 #[test]
-fn a_stream_ends_with_its_token() {
+fn a_stream_ends_with_its_token_or_its_session() {
     let home = Home::sqlite();
     home.write("postrider.toml", "[auth]\nmode = \"always\"\n");
     home.run(&["migrate"]).done();
     let (id, token) = token(&home, &["--scope", "read"]);
     let server = Server::start(&home, &["--no-workers"]);
+    let session = cookie(&sign_in(&server, &token, &[]).answered(200));
+    let by_session = listen(&server, &format!("cookie: {session}"));
+    let by_token = listen(&server, &format!("authorization: Bearer {token}"));
+    let own = format!("http://{}", server.address);
+    server.request("DELETE", "/v1/session", &[("cookie", &session), ("origin", &own)], b"").answered(204);
+    ends(by_session);
+    home.run(&["token", "revoke", &id.to_string()]).done();
+    ends(by_token);
+}
+
+/// A stream of samples that has begun.
+fn listen(server: &Server, shows: &str) -> std::net::TcpStream {
     let mut stream = server.connect();
-    let request = format!("GET /v1/live HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {token}\r\n\r\n", server.address);
+    let request = format!("GET /v1/live HTTP/1.1\r\nhost: {}\r\n{shows}\r\n\r\n", server.address);
     stream.write_all(request.as_bytes()).unwrap();
     let mut heard = vec![0; 4096];
-    assert!(stream.read(&mut heard).unwrap() > 0);
-    home.run(&["token", "revoke", &id.to_string()]).done();
-    // A stream ends by itself after a minute; this one does so when it is asked to, and within that time the client waits.
+    let n = stream.read(&mut heard).unwrap();
+    assert!(heard[..n].starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&heard[..n]));
+    stream
+}
+
+/// A stream ends by itself after a minute; this one does so when it is asked to, and within that time the client waits.
+fn ends(mut stream: std::net::TcpStream) {
     let begun = Instant::now();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    let mut rest = Vec::new();
+    let (mut heard, mut rest) = (vec![0; 4096], Vec::new());
     while !rest.ends_with(b"0\r\n\r\n") {
         let n = stream.read(&mut heard).unwrap_or_else(|e| panic!("it goes on after {:?}: {e}", begun.elapsed()));
         assert!(begun.elapsed().as_secs() < 30, "it goes on");
@@ -157,6 +173,29 @@ fn a_stream_ends_with_its_token() {
         }
         rest.extend_from_slice(&heard[..n]);
     }
+}
+
+/// Anybody may show anything. What is no session is not written about: that would wait for whoever writes, and take a
+/// connection from those who have something to write.
+#[test]
+fn signing_out_of_nothing_writes_nothing() {
+    let home = Home::sqlite();
+    home.write("postrider.toml", "[auth]\nmode = \"always\"\n");
+    home.run(&["migrate"]).done();
+    let (_, token) = token(&home, &["--scope", "read"]);
+    let server = Server::start(&home, &["--no-workers"]);
+    let session = cookie(&sign_in(&server, &token, &[]).answered(200));
+    let own = format!("http://{}", server.address);
+    let writer = rusqlite::Connection::open(home.path("postrider.db")).unwrap();
+    writer.execute_batch("BEGIN IMMEDIATE").unwrap();
+    for n in 0..50 {
+        let invented = format!("postrider_session={n:064x}");
+        server.request("DELETE", "/v1/session", &[("cookie", &invented), ("origin", &own)], b"").answered(204);
+    }
+    writer.execute_batch("ROLLBACK").unwrap();
+    overview(&server, &session).answered(200);
+    server.request("DELETE", "/v1/session", &[("cookie", &session), ("origin", &own)], b"").answered(204);
+    overview(&server, &session).refused(401, "UNAUTHORIZED");
 }
 
 /// Who is let in by nobody would not notice.
@@ -237,6 +276,17 @@ fn what_a_proxy_passed_on_needs_a_token() {
         server.request("GET", "/v1/outbox", &[header, ("cookie", &session)], b"").answered(200);
     }
     server.get("/v1/outbox").answered(200);
+    // nginx with nothing but `proxy_pass` adds no header: it names us as the host, and speaks HTTP/1.0.
+    let bare = |path: &str, shows: &str| {
+        server.raw(
+            format!("GET {path} HTTP/1.0\r\nHost: {}\r\nConnection: close\r\n{shows}\r\n", server.address).as_bytes(),
+        )
+    };
+    for path in ["/v1/outbox", "/v1/overview", "/metrics", "/v1/session"] {
+        bare(path, "").refused(403, "FORWARDED_WITHOUT_TOKEN");
+    }
+    bare("/livez", "").answered(200);
+    bare("/v1/outbox", &format!("Authorization: {bearer}\r\n")).answered(200);
 }
 
 /// What a page of another site, or whoever stands between, could write to look like this machine.

@@ -174,6 +174,8 @@ struct Soak {
     /// Members that are paused, and until when.
     paused: Vec<(Instant, usize)>,
     counts: BTreeMap<&'static str, usize>,
+    /// What the proxy does at the message it waits for.
+    armed: Option<&'static str>,
     below: Below,
     proxy: Option<Proxy>,
     runtime: Runtime,
@@ -253,10 +255,9 @@ impl Soak {
                 let mut session = Session::to(&url).await;
                 let sqlite = matches!(session, Session::Sqlite(_));
                 session.run(if sqlite { "BEGIN IMMEDIATE" } else { "BEGIN" }).await.ok()?;
-                if !sqlite {
-                    session.run(&format!("SELECT 1 FROM {rows} FOR UPDATE")).await.ok()?;
-                }
-                Some(session)
+                let locks =
+                    if sqlite { vec![] } else { session.texts(&format!("SELECT 'x' FROM {rows} FOR UPDATE")).await };
+                (sqlite || !locks.is_empty()).then_some(session)
             })
             .await
         });
@@ -271,17 +272,21 @@ impl Soak {
         let direction = fastrand::choice([Direction::ToServer, Direction::ToClient]).expect("two");
         let actions = Action::all(LEASE.mul_f64(fastrand::f64())).into_iter().filter(|action| action.fits(direction));
         let action = fastrand::choice(actions.collect::<Vec<_>>()).expect("some fit");
-        if proxy.fired().is_some() {
+        let was_reached = proxy.fired().is_some();
+        if was_reached {
             proxy.release();
         }
         proxy.arm(Some(Fault { direction, at: At::Nth(fastrand::usize(1..40)), action }));
-        self.count(match action {
+        let before = self.armed.replace(match action {
             Action::CutBefore | Action::CutAfter => "connections to the database cut",
             Action::Delay(_) => "its answers or our requests delayed",
             Action::Swallow => "its answers swallowed",
             Action::HalfOpen => "connections left half-open",
             Action::Terminate => "sessions terminated",
         });
+        if let Some(what) = before.filter(|_| was_reached) {
+            self.count(what);
+        }
     }
 
     fn the_database_restarts(&mut self) {
@@ -340,7 +345,7 @@ fn config(folder: &std::path::Path, receiver: &Receiver, hooks: bool) -> String 
     let (lease, key) = (LEASE.as_secs(), folder.join("postrider.key"));
     format!(
         "{listen}[outbox]\nlock_lease_sec = {lease}\npoll_interval_sec = 0.1\nmax_crashes = {CRASHES}\nmax_attempts = {ATTEMPTS}\n\
-         backoff_sec = [1]\ndrain_timeout_sec = 6\n[lane.work]\ncourier = \"http\"\nurl = \"{}\"\ntimeout_ms = 20000\n\
+         backoff_sec = [1]\ndrain_timeout_sec = 8\n[lane.work]\ncourier = \"http\"\nurl = \"{}\"\ntimeout_ms = 20000\n\
          concurrency = 16\nbatch = 32\n[lane.webhooks]\nlock_lease_sec = {lease}\n[orders]\nadapter = \"paper\"\n\
          [webhooks]\nallow_http = true\nallow_cidrs = [\"127.0.0.0/8\"]\nbase_delay_sec = 0.5\nmax_retry_limit = 1000\n\
          [secrets]\nkey = \"file:{}\"\n",
@@ -381,6 +386,7 @@ fn soak(name: &str, below: Below) {
         held: vec![],
         paused: vec![],
         counts: BTreeMap::new(),
+        armed: None,
         below,
         proxy,
         runtime,
@@ -408,13 +414,17 @@ fn soak(name: &str, below: Below) {
     let healed = Instant::now();
     wait_long_until("everything has ended", HEALING, || {
         soak.tend();
-        let (code, stats) = soak.fleet.run(0, &["outbox", "stats", "--json"]);
-        let is_empty = |lane: &Value| lane["pending"] == 0 && lane["leased"] == 0;
-        let (_, sagas) = soak.fleet.ask(0, "GET", "/v1/sagas?status=PendingRetry", None);
-        let lanes = stats["lanes"].as_object();
-        code == 0
-            && lanes.is_some_and(|lanes| lanes.values().all(is_empty))
-            && sagas["items"].as_array().is_some_and(Vec::is_empty)
+        let left =
+            ["outbox", "webhook_results", "webhook_delivery_sagas WHERE status NOT IN ('Completed', 'DeadLettered')"];
+        soak.runtime.block_on(async {
+            let mut session = Session::to(&url).await;
+            for left in left {
+                if session.number(&format!("SELECT COUNT(*) FROM {left}")).await > 0 {
+                    return false;
+                }
+            }
+            true
+        })
     });
     println!("{name}: {:.1?} of everything at once, {:.1?} to heal", lasted, healed.elapsed());
     for n in 0..SERVERS {
@@ -467,10 +477,21 @@ fn judge(name: &str, soak: &Soak, url: &str, [receiver, hooks]: [&Receiver; 2], 
     for (what, count) in &soak.counts {
         let _ = writeln!(report, "| {what} | {count} |");
     }
+    if let Below::File(folder) = &soak.below {
+        crate::scratch::is_whole(&folder.path().join("soak.db"));
+    }
     let twice = arrived.values().filter(|times| **times > 1).count();
+    // Taken more often than the one attempt that succeeded: an attempt before it was cut off, timed out, or was broken off.
+    let requests = |receiver: &Receiver| receiver.log().len();
     let _ = writeln!(report, "| messages, sent more than once | {}, {} |", book.messages.len(), judgement.duplicates);
     let _ = writeln!(report, "| events, delivered more than once | {}, {twice} |", book.events.len());
     let _ = writeln!(report, "| orders, executed more than once | {}, 0 |", book.orders.len());
+    let _ = writeln!(
+        report,
+        "| requests that receivers had, of messages and of events | {}, {} |",
+        requests(receiver),
+        requests(hooks)
+    );
     let _ = writeln!(report, "| requests that had to be made again | {} |", book.again);
     for (what, accepted, arrivals) in [
         ("messages", &book.messages.keys().collect::<Vec<_>>(), &book.arrived_at),
@@ -489,6 +510,7 @@ fn judge(name: &str, soak: &Soak, url: &str, [receiver, hooks]: [&Receiver; 2], 
         );
     }
     let _ = writeln!(report, "\nMessages that were taken more than once, and why:\n");
+    let broken_off: Vec<i64> = rows.messages.iter().filter(|row| row.broken_off).map(|row| row.id).collect();
     let requests = receiver.by_message();
     for row in &rows.messages {
         let taken: Vec<i64> =
@@ -502,7 +524,9 @@ fn judge(name: &str, soak: &Soak, url: &str, [receiver, hooks]: [&Receiver; 2], 
                     step.lease_token
                 )
             });
-            let _ = writeln!(report, "- {}: taken under {taken:?}; {}", row.id, why.collect::<Vec<_>>().join(", "));
+            let mut why: Vec<String> = why.collect();
+            why.extend(broken_off.contains(&row.id).then(|| "broken off by a stop".to_owned()));
+            let _ = writeln!(report, "- {}: taken under {taken:?}; {}", row.id, why.join(", "));
         }
     }
     report

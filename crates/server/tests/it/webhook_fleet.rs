@@ -79,6 +79,7 @@ fn the_second_server_asks_for_the_key_of_the_first() {
         std::fs::copy(home.path("postrider.key"), other.path("postrider.key")).unwrap();
         wait_until("its health is well", || second.get("/health").status == 200);
         post(&second, "/v1/subscriptions", wish(&receiver.url)).answered(201);
+        home.is_healthy();
         assert_eq!((first.stop().0, second.stop().0), (0, 0));
     });
 }
@@ -112,6 +113,7 @@ fn whoever_has_no_key_takes_no_delivery() {
         assert_eq!(first.stop().0, 0);
         post(&second, "/v1/events", json!({"event_type": "a", "payload": "last"})).answered(202);
         wait_until("the last is delivered", || receiver.requests().len() == 21);
+        home.is_healthy();
         assert_eq!(second.stop().0, 0);
     });
 }

@@ -233,6 +233,7 @@ fn workers_come_and_go_and_every_delivery_ends_once() {
         assert!(after.iter().all(|body| body == "\"9999\""), "no send from a claim after the end: {after:?}");
         let stats = home.stats("webhooks");
         assert_eq!((&stats["pending"], &stats["leased"]), (&json!(0), &json!(0)), "nothing is left behind");
+        home.is_healthy();
     });
 }
 

@@ -148,7 +148,7 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
     let home = mysql().await;
     home.webhooks.make_roles().await.unwrap();
     home.webhooks.make_roles().await.unwrap();
-    let mut admin = mysql_async::Conn::from_url(&home.url).await.unwrap();
+    let mut admin = proving::kit::mysql(&home.url).await.unwrap();
     let user = format!("tester_{}", std::process::id());
     admin.query_drop(format!("DROP USER IF EXISTS '{user}'@'%'")).await.unwrap();
     admin.query_drop(format!("CREATE USER '{user}'@'%' IDENTIFIED BY 'secret'")).await.unwrap();
@@ -161,7 +161,7 @@ async fn mysql_roles_may_what_is_told_and_nothing_else() {
         // Only a role that is the user's default is in force when a database is chosen at the connect.
         let sql = default_role(&mut admin, role.name, &user).await;
         admin.query_drop(sql).await.unwrap();
-        let mut conn = mysql_async::Conn::from_url(url.as_str()).await.unwrap();
+        let mut conn = proving::kit::mysql(url.as_str()).await.unwrap();
         for table in TABLES {
             for (right, sql) in operations(table) {
                 let answer = conn.query_drop(&sql).await;
@@ -260,7 +260,7 @@ async fn postgres_roles_can_do_their_work() {
 async fn mysql_roles_can_do_their_work() {
     let home = mysql().await;
     home.webhooks.make_roles().await.unwrap();
-    let mut admin = mysql_async::Conn::from_url(&home.url).await.unwrap();
+    let mut admin = proving::kit::mysql(&home.url).await.unwrap();
     let name = |process: &str| format!("round_{process}_{}", std::process::id());
     for (process, roles) in PROCESSES {
         let user = name(process);
