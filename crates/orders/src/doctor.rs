@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postrider::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
+use postrider::error::Kind;
 use postrider::message::sha256;
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Dialect, Row, Tx, Value, for_update};
+use postrider::tx::{Dialect, Row, Tx, Value, skip_locked};
 use postrider::{Result, Timestamp};
 
 use crate::decide::{Event, Status, code, http_status};
@@ -99,14 +100,18 @@ impl Examine for Orders {
                     let orders = orders.clone();
                     Box::pin(async move { orders.write_end(tx, id).await })
                 })
-                .await?
+                .await
             } else if *case.ailment == LIVE_AFTER_END || *case.ailment == FOR_NOBODY {
-                self.transact(Mode::Write, move |tx| Box::pin(wake(tx, id))).await?
+                self.transact(Mode::Write, move |tx| Box::pin(wake(tx, id))).await
             } else {
-                false
+                Ok(false)
             };
-            if done {
-                repaired.push(case.clone());
+            match done {
+                Ok(true) => repaired.push(case.clone()),
+                Ok(false) => {}
+                // Somebody has it: the others are not to wait for that.
+                Err(error) if error.kind == Kind::Locked => {}
+                Err(error) => return Err(error),
             }
         }
         if !repaired.is_empty() {
@@ -321,7 +326,7 @@ async fn wake(tx: &mut (dyn Tx + Send), id: i64) -> Result<bool> {
     let far = tx.now().bound(far(), &mut params);
     let sql = format!(
         "SELECT last_error_code, active_key FROM outbox WHERE id = ? AND lane = ? AND due_at > {far} AND locked_by IS NULL{}",
-        for_update(tx.dialect())
+        skip_locked(tx.dialect())
     );
     let rows = tx.query(&sql, &params).await?;
     let Some(row) = rows.first() else { return Ok(false) };

@@ -154,11 +154,18 @@ pub(crate) async fn unnamed<T: Tx + ?Sized>(tx: &mut T, limit: u32) -> Result<Ve
     tx.query(&sql, &[]).await?.iter().map(|row| Ok((row.text(0)?, row.text(1)?))).collect()
 }
 
-/// Gives such keys to their live messages, and frees those of none.
-pub(crate) async fn name_again<T: Tx + ?Sized>(tx: &mut T, keys: &[(String, String)]) -> Result<()> {
+/// Gives such keys to their live messages, and frees those of none; what somebody has locked stays as it is. Answers how many.
+pub(crate) async fn name_again<T: Tx + ?Sized>(tx: &mut T, keys: &[(String, String)]) -> Result<u64> {
+    let mut named = 0;
     for (lane, key) in keys {
+        let name: [Value; 2] = [lane.into(), key.into()];
+        let which = "outbox_active_keys WHERE lane = ? AND active_key = ? AND outbox_id = 0";
+        if tx.query(&format!("SELECT 1 FROM {which} FOR UPDATE SKIP LOCKED"), &name).await?.is_empty() {
+            continue;
+        }
+        named += 1;
         let holder = "SELECT MIN(id) FROM outbox WHERE lane = ? AND active_key = ?";
-        let rows = tx.query(holder, &[lane.into(), key.into()]).await?;
+        let rows = tx.query(holder, &name).await?;
         match rows.first().map(|row| row.opt_int(0)).transpose()?.flatten() {
             None => forget(tx, lane, key, 0).await?,
             Some(id) => {
@@ -168,7 +175,7 @@ pub(crate) async fn name_again<T: Tx + ?Sized>(tx: &mut T, keys: &[(String, Stri
             }
         }
     }
-    Ok(())
+    Ok(named)
 }
 
 async fn ids_of<T: Tx + ?Sized>(tx: &mut T, sql: &str, params: &[Value]) -> Result<HashSet<i64>> {

@@ -105,6 +105,15 @@ impl Error {
         self
     }
 
+    /// The same error, of a migration.
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
+    pub(crate) fn of_migration(mut self) -> Self {
+        if self.kind == Kind::Locked {
+            self.message.push_str("; a transaction of somebody's holds our tables: run it again when that has ended");
+        }
+        self.during("migration")
+    }
+
     pub fn class(&self) -> Class {
         match self.kind {
             Kind::Unreachable

@@ -10,6 +10,7 @@ use crate::doctor::{Ailment, Case, Check, Examine, MOST_CASES};
 use crate::error::Result;
 use crate::lease::LAST_TOKEN;
 use crate::outbox::Outbox;
+use crate::settle::skip_locked;
 use crate::store::{Mode, transact};
 use crate::time::Timestamp;
 use crate::tx::{Dialect, Row, Tx, Value};
@@ -19,6 +20,8 @@ const PART: &str = "outbox";
 const LONGEST_LEASE: Duration = Duration::from_secs(24 * 3600);
 /// Live messages of one page.
 const PAGE: i64 = 5_000;
+/// Keys that are mended in one transaction.
+const AT_ONCE: u32 = 200;
 
 static UNSERVED: Ailment = Ailment {
     check: Check::UnservedShard,
@@ -110,23 +113,70 @@ impl Examine for Outbox {
 
     async fn repair(&self, cases: &[Case]) -> Result<Vec<Case>> {
         let mut repaired = Vec::new();
-        if cases.iter().any(|case| case.ailment == &KEY_ALONE) {
-            let sql = "DELETE FROM outbox_keys WHERE outbox_id = 0";
-            transact(&**self.store(), Mode::Write, move |tx| Box::pin(async move { tx.execute(sql, &[]).await }))
-                .await?;
-            repaired.extend(cases.iter().filter(|case| case.ailment == &KEY_ALONE).cloned());
-        }
-        if cases.iter().any(|case| case.ailment == &UNNAMED_KEY) {
-            transact(&**self.store(), Mode::Write, move |tx| {
-                Box::pin(async move {
-                    let keys = active_keys::unnamed(tx, MOST_CASES).await?;
-                    active_keys::name_again(tx, &keys).await
-                })
-            })
-            .await?;
-            repaired.extend(cases.iter().filter(|case| case.ailment == &UNNAMED_KEY).cloned());
+        for (ailment, left) in
+            [(&KEY_ALONE, self.free_keys(cases).await?), (&UNNAMED_KEY, self.name_keys(cases).await?)]
+        {
+            // What somebody has locked is left.
+            repaired.extend(cases.iter().filter(|case| !left && case.ailment == ailment).cloned());
         }
         Ok(repaired)
+    }
+}
+
+impl Outbox {
+    /// Frees idempotency keys of messages that never existed; answers whether some are left.
+    async fn free_keys(&self, cases: &[Case]) -> Result<bool> {
+        if !cases.iter().any(|case| case.ailment == &KEY_ALONE) {
+            return Ok(false);
+        }
+        loop {
+            let freed = transact(&**self.store(), Mode::Write, |tx| {
+                Box::pin(async move {
+                    let key = if tx.dialect() == Dialect::Mysql { "`key`" } else { "key" };
+                    let alone = format!("SELECT lane, {key} FROM outbox_keys WHERE outbox_id = 0 LIMIT {AT_ONCE}");
+                    let mut freed = 0;
+                    for row in tx.query(&alone, &[]).await? {
+                        let name: [Value; 2] = [row.text(0)?.into(), row.text(1)?.into()];
+                        let which = format!("outbox_keys WHERE lane = ? AND {key} = ? AND outbox_id = 0");
+                        let skip = skip_locked(tx.dialect());
+                        if !tx.query(&format!("SELECT 1 FROM {which}{skip}"), &name).await?.is_empty() {
+                            freed += tx.execute(&format!("DELETE FROM {which}"), &name).await?;
+                        }
+                    }
+                    Ok(freed)
+                })
+            });
+            if freed.await? == 0 {
+                break;
+            }
+        }
+        let alone = "SELECT 1 FROM outbox_keys WHERE outbox_id = 0 LIMIT 1";
+        transact(&**self.store(), Mode::Read, move |tx| {
+            Box::pin(async move { Ok(!tx.query(alone, &[]).await?.is_empty()) })
+        })
+        .await
+    }
+
+    /// MySQL: gives active keys that name nobody to their messages, or frees them; answers whether some are left.
+    async fn name_keys(&self, cases: &[Case]) -> Result<bool> {
+        if !cases.iter().any(|case| case.ailment == &UNNAMED_KEY) {
+            return Ok(false);
+        }
+        loop {
+            let named = transact(&**self.store(), Mode::Write, |tx| {
+                Box::pin(async move {
+                    let keys = active_keys::unnamed(tx, AT_ONCE).await?;
+                    active_keys::name_again(tx, &keys).await
+                })
+            });
+            if named.await? == 0 {
+                break;
+            }
+        }
+        transact(&**self.store(), Mode::Read, |tx| {
+            Box::pin(async move { Ok(!active_keys::unnamed(tx, 1).await?.is_empty()) })
+        })
+        .await
     }
 }
 

@@ -1,6 +1,7 @@
 //! The doctor: asks the database what the promises of every part can be asked, twice, and repairs what can be repaired
 //! safely. Its rounds are bounded, and take at most a hundredth of the time.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -59,9 +60,9 @@ impl Doctor {
         })
     }
 
-    /// One round: two looks, and with `repair` what can be repaired safely.
+    /// One round: two looks, and with `repair` what can be repaired safely. What keeps one part from it is not the others'.
     pub async fn round(&self, repair: bool) -> postrider::Result<Report> {
-        let (mut cases, mut repaired) = (Vec::new(), Vec::new());
+        let (mut cases, mut repaired): (Vec<Case>, HashSet<Case>) = (Vec::new(), HashSet::new());
         loop {
             let first = self.look().await?;
             if first.is_empty() {
@@ -72,16 +73,20 @@ impl Doctor {
             let before = repaired.len();
             if repair && !seen.is_empty() {
                 for part in &self.parts {
-                    repaired.extend(part.repair(&seen).await?);
+                    match part.repair(&seen).await {
+                        Ok(done) => repaired.extend(done),
+                        Err(error) => tracing::warn!(%error, "the doctor could not repair all of a part"),
+                    }
                 }
             }
-            // A look is bounded: what it had no room for comes after what was repaired.
+            // A look is bounded: what it had no room for comes after what was repaired, as long as that becomes more.
             let again = seen.len() >= MOST_CASES as usize && repaired.len() > before;
             cases.extend(seen);
             if !again {
                 break;
             }
         }
+        let repaired: Vec<Case> = repaired.into_iter().collect();
         let findings = findings(&cases, &repaired);
         let ok = findings.iter().all(|finding| finding.repaired);
         let report = Report { ok, finished_at: clock::wall(), findings };

@@ -59,7 +59,9 @@ impl From<Trouble> for Error {
         let seconds = trouble.ago.as_secs();
         Error::new(
             Kind::Unavailable,
-            format!("a write failed {seconds} s ago; is the disk full, is the database read-only?"),
+            format!(
+                "a write failed {seconds} s ago; is the disk full, is the database read-only, has somebody locked its tables?"
+            ),
         )
     }
 }
@@ -127,6 +129,12 @@ pub async fn probe(outbox: &Outbox) -> postrider::Result<()> {
     });
     let written = written.await;
     note(&written);
+    if let Err(error) = &written
+        && error.kind == Kind::Locked
+    {
+        // Its row is nobody else's: all that is written waits, as while a backup has all tables locked.
+        last().note(Some(error.kind), Tick::now());
+    }
     written
 }
 

@@ -6,14 +6,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::marks::{Marks, SOMETIMES};
+use crate::marks::{Marks, RARE, SOMETIMES};
 use crate::plan::Plan;
 use crate::world::{Outcomes, run};
 
 /// Every so many seeds one is run again: it must tell the same story.
 const AGAIN: u64 = 50;
-/// A campaign of this many seeds must reach everything in [`SOMETIMES`].
+/// A campaign of this many seeds must reach everything in [`SOMETIMES`], and one of that many what is [`RARE`], too.
 const ENOUGH: u64 = 150;
+const ENOUGH_FOR_RARE: u64 = 1000;
 
 /// A seed that broke a promise.
 #[derive(Debug)]
@@ -100,10 +101,9 @@ impl Campaign {
 
     /// What a campaign of this size should have reached, and has not.
     pub fn unreached(&self) -> Vec<&'static str> {
-        if self.seeds < ENOUGH {
-            return vec![];
-        }
-        SOMETIMES.iter().filter(|mark| !self.marks.0.contains_key(**mark)).copied().collect()
+        let wanted = |marks: &'static [&'static str], enough| if self.seeds < enough { &[] } else { marks };
+        let wanted = wanted(SOMETIMES, ENOUGH).iter().chain(wanted(RARE, ENOUGH_FOR_RARE));
+        wanted.filter(|mark| !self.marks.0.contains_key(**mark)).copied().collect()
     }
 
     pub fn is_good(&self) -> bool {
@@ -136,6 +136,9 @@ impl Campaign {
         line("\nreached".to_owned());
         for (mark, times) in &self.marks.0 {
             line(format!("  {times:>10}  {mark}"));
+        }
+        if self.seeds < ENOUGH {
+            line(format!("what should be reached is judged from {ENOUGH} seeds on"));
         }
         for mark in self.unreached() {
             line(format!("NEVER REACHED  {mark}"));

@@ -17,6 +17,9 @@ impl Marks {
     }
 }
 
+/// What a long campaign must have seen.
+pub const RARE: &[&str] = &["a queued memory given up"];
+
 /// What a campaign must have seen.
 pub const SOMETIMES: &[&str] = &[
     "a cut-off process came back",
@@ -37,7 +40,6 @@ pub const SOMETIMES: &[&str] = &[
     "a message expired",
     "a poison buried",
     "a queued memory brought",
-    "a queued memory given up",
     "a rollback after all",
     "a saga admitted by another process",
     "a saga completed",

@@ -100,22 +100,20 @@ impl Examine for Webhooks {
         let mut done = |ailment: &'static Ailment, ids: Vec<i64>| {
             repaired.extend(ids.into_iter().map(|id| Case { ailment, id }));
         };
-        let (parked, unscheduled) = (ids(&PARKED), ids(&UNSCHEDULED));
-        let work = (parked.clone(), unscheduled.clone());
-        self.transact(Mode::Write, move |tx| {
-            let (parked, unscheduled) = work.clone();
-            Box::pin(async move {
-                reopen_gates(tx, &parked).await?;
-                if unscheduled.is_empty() { Ok(()) } else { make_due(tx, &unscheduled).await }
+        let work = (ids(&PARKED), ids(&UNSCHEDULED));
+        let (parked, unscheduled) = self
+            .transact(Mode::Write, move |tx| {
+                let (parked, unscheduled) = work.clone();
+                Box::pin(async move { Ok((reopen_gates(tx, &parked).await?, make_due(tx, &unscheduled).await?)) })
             })
-        })
-        .await?;
+            .await?;
         done(&PARKED, parked);
         done(&UNSCHEDULED, unscheduled);
-        let deferred = ids(&DEFERRED);
-        if !deferred.is_empty() {
-            self.0.outbox.wake(LANE, deferred.iter().map(|id| format!("saga:{id}")).collect()).await?;
-            done(&DEFERRED, deferred);
+        // One by one: what somebody has locked is not woken.
+        for id in ids(&DEFERRED) {
+            if self.0.outbox.wake(LANE, vec![format!("saga:{id}")]).await? == 1 {
+                done(&DEFERRED, vec![id]);
+            }
         }
         let jobless = ids(&JOBLESS);
         if !jobless.is_empty() {

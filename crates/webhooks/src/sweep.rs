@@ -71,6 +71,9 @@ pub(crate) async fn parked_in_vain(
 
 /// Their gates are looked at again, and made where there is none; one that somebody else has locked is left to the next look. Answers which.
 pub(crate) async fn reopen_gates(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<Vec<i64>> {
+    if ids.is_empty() {
+        return Ok(vec![]);
+    }
     let mut params = Vec::new();
     let list = in_ids(tx.dialect(), ids, &mut params);
     let gates = format!("SELECT subscription_id FROM subscription_gates WHERE subscription_id {list}");
@@ -105,15 +108,28 @@ pub(crate) async fn without_time(tx: &mut (dyn Tx + Send)) -> Result<Vec<i64>> {
     Ok(found)
 }
 
-pub(crate) async fn make_due(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<()> {
+/// Makes them due; what somebody else has locked is left to the next look. Answers which.
+pub(crate) async fn make_due(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<Vec<i64>> {
+    if ids.is_empty() {
+        return Ok(vec![]);
+    }
     let mut params: Vec<Value> = Vec::new();
-    let (due, now) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
     let list = in_ids(tx.dialect(), ids, &mut params);
-    let table = sagas_by_id(tx.dialect());
     let sql = format!(
-        "UPDATE {table} SET next_attempt_at = {due}, updated_at = {now} WHERE id {list} AND next_attempt_at IS NULL AND status IN ('Pending', 'PendingRetry')"
+        "SELECT id FROM {} WHERE id {list} AND next_attempt_at IS NULL AND status IN ('Pending', 'PendingRetry') ORDER BY id{}",
+        sagas_by_id(tx.dialect()),
+        skip_locked(tx.dialect())
     );
-    tx.execute(&sql, &params).await.map(drop)
+    let free = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<Vec<i64>>>()?;
+    if !free.is_empty() {
+        let mut params: Vec<Value> = Vec::new();
+        let (due, now) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
+        let list = in_ids(tx.dialect(), &free, &mut params);
+        let table = sagas_by_id(tx.dialect());
+        let sql = format!("UPDATE {table} SET next_attempt_at = {due}, updated_at = {now} WHERE id {list}");
+        tx.execute(&sql, &params).await?;
+    }
+    Ok(free)
 }
 
 fn key_of(saga_id: i64) -> String {
@@ -179,7 +195,7 @@ impl Webhooks {
         self.transact(Mode::Work, |tx| {
             Box::pin(async move {
                 let found = without_time(tx).await?;
-                if found.is_empty() { Ok(()) } else { make_due(tx, &found).await }
+                make_due(tx, &found).await.map(drop)
             })
         })
         .await

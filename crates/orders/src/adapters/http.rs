@@ -289,7 +289,6 @@ const OF_ANOTHER: &str = "it names the idempotency_key of another order";
 fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
     #[derive(serde::Deserialize)]
     struct Said {
-        idempotency_key: Option<Value>,
         order_ref: Option<Value>,
         id: Option<Value>,
         status: Option<String>,
@@ -301,10 +300,11 @@ fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
     }
     // Not in the words of the parser, which repeat what it met: an answer may repeat the order.
     let wrong = |e: serde_json::Error| format!("it is not as documented, at line {} column {}", e.line(), e.column());
-    let said: Said = serde_json::from_slice(body).map_err(wrong)?;
-    if said.idempotency_key.is_some_and(|named| named != key) {
+    // Looked at before all else, which may not be as documented.
+    if names_another(key, &serde_json::from_slice(body).map_err(wrong)?) {
         return Err(OF_ANOTHER.to_owned());
     }
+    let said: Said = serde_json::from_slice(body).map_err(wrong)?;
     let refused = ["rejected", "canceled", "cancelled", "expired"];
     let unknown = ["not_found", "unknown_key"];
     let status = said.status.unwrap_or_default().to_ascii_lowercase();
@@ -325,6 +325,14 @@ fn said(key: &str, body: &[u8], whole: bool) -> Result<Found, String> {
         return Err("its order_ref is no reference".to_owned());
     }
     Ok(Found::Executed(Execution { order_ref, fills: said.fills }))
+}
+
+fn names_another(key: &str, said: &Value) -> bool {
+    match said {
+        Value::Object(members) => members.get("idempotency_key").is_some_and(|named| !named.is_null() && named != key),
+        Value::Array(items) => items.iter().any(|item| names_another(key, item)),
+        _ => false,
+    }
 }
 
 /// A 404 says that the broker knows nothing of a key only where it may be the broker's: a page about a path that is not
@@ -479,8 +487,13 @@ mod tests {
         }
         assert!(said("k-1", br#"{"id":"r"}"#, false).is_err(), "cut off");
         assert_eq!(executed(r#"{"id":"r","idempotency_key":"k-1"}"#).order_ref, "r");
-        for another in [r#"{"id":"r","idempotency_key":"k-2"}"#, r#"{"status":"rejected","idempotency_key":"k-2"}"#] {
-            assert!(read(another).is_err(), "{another}");
+        for another in [
+            r#"{"id":"r","idempotency_key":"k-2"}"#,
+            r#"{"status":"rejected","idempotency_key":"k-2"}"#,
+            r#"{"id":"r","idempotency_key":"k-2","fills":"none","status":7}"#,
+            r#"[{"id":"r","idempotency_key":"k-2"}]"#,
+        ] {
+            assert_eq!(read(another), Err(OF_ANOTHER.to_owned()), "{another}");
         }
     }
 

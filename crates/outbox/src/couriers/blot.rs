@@ -7,6 +7,8 @@ use url::Url;
 const SHORTEST: usize = 6;
 /// The same of a part of a path, which is more often a word.
 const SHORTEST_PART: usize = 12;
+/// What the names of headers have in them that carry secrets.
+const CREDENTIALS: [&str; 9] = ["auth", "cookie", "key", "pass", "pin", "secret", "session", "sign", "token"];
 const BLOT: &str = "***";
 
 /// Texts that are blotted out, the longest first.
@@ -41,10 +43,19 @@ impl Blot {
         Blot(secrets)
     }
 
-    /// These, and the values of more headers.
-    pub fn and<'a>(&self, values: impl IntoIterator<Item = &'a str>) -> Self {
-        let mut both = Blot::new(None, values);
-        both.0.extend(self.0.iter().cloned());
+    /// These, and what the headers of a message carry. Most of that are words, which blotted out would only garble the text:
+    /// what is short counts only where the header's name says that it is a secret.
+    pub fn and(&self, headers: &[(String, String)]) -> Self {
+        let mut both = Blot(self.0.clone());
+        for (name, value) in headers {
+            let name = name.to_ascii_lowercase();
+            let least = if CREDENTIALS.iter().any(|word| name.contains(word)) { SHORTEST } else { SHORTEST_PART };
+            let parts = value.split([';', ',', '=', '"', ' ']).chain([value.as_str()]);
+            both.0.extend(parts.filter(|part| part.len() >= least).flat_map(|part| {
+                let in_json = part.replace('\\', "\\\\").replace('"', "\\\"");
+                [part.to_owned(), part.replace('/', "\\/"), in_json]
+            }));
+        }
         both.0.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
         both.0.dedup();
         both
@@ -91,8 +102,22 @@ mod tests {
             assert_eq!(blot.text(said.to_owned()), kept);
             assert_eq!(blot.bytes(said.as_bytes().to_vec()), kept.as_bytes());
         }
-        let both = blot.and(["tok-in-a-message"]);
-        assert_eq!(both.text("hunter22, tok-in-a-message".to_owned()), "***, ***");
+        let headers = [
+            ("Cookie", "session=abcdef123456789; lang=de"),
+            ("X-Api-Key", "quo\"ted"),
+            ("X-Trace", "a-long-one-of-a-message"),
+            ("X-Kind", "invoice"),
+            ("Accept", "text/json"),
+        ];
+        let both = blot.and(&headers.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        for (said, kept) in [
+            ("hunter22, a-long-one-of-a-message", "***, ***"),
+            ("session abcdef123456789 is over", "*** *** is over"),
+            (r#"{"key":"quo\"ted"}"#, r#"{"key":"***"}"#),
+            ("no invoice is text/json", "no invoice is text/json"),
+        ] {
+            assert_eq!(both.text(said.to_owned()), kept);
+        }
         assert_eq!(Blot::new(None, ["******"]).bytes(b"************".to_vec()), b"******", "and comes to an end");
     }
 }

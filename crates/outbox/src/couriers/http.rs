@@ -154,7 +154,7 @@ impl Http {
         } else {
             format!("HTTP_{}", status.as_u16())
         };
-        let secrets = self.secrets.and(message.headers.iter().map(|(_, value)| value.as_str()));
+        let secrets = self.secrets.and(&message.headers);
         if let Some(excerpt) = excerpt(body, &secrets, &message.payload) {
             error.push_str(SAID);
             error.push_str(&excerpt);

@@ -781,7 +781,7 @@ async fn lock_to_migrate(conn: &mut Conn) -> Result<bool> {
 type Missing = Vec<(Migration, Option<i64>)>;
 
 async fn missing_on(conn: &mut Conn, schema: &Schema) -> Result<Missing> {
-    let fail = |e: mysql_async::Error| classify(&e).during("migration");
+    let fail = |e: mysql_async::Error| classify(&e).of_migration();
     conn.query_drop(migrate::BOOKKEEPING).await.map_err(fail)?;
     let rows: Vec<(i64, i64)> =
         Queryable::query(conn, "SELECT version, steps FROM postrider_migrations").await.map_err(fail)?;
@@ -850,7 +850,7 @@ impl Store for MysqlStore {
         }
         let missing = self.pool.timed(missing_on(conn, &self.schema)).await??;
         // Every statement of it is its own transaction: what failed comes after something that was applied.
-        let ran = migrate_on(conn, missing).await.map_err(|error| error.during("migration").after(true));
+        let ran = migrate_on(conn, missing).await.map_err(|error| error.of_migration().after(true));
         let unlock = self.pool.timed(conn.query_drop("DO RELEASE_LOCK(CONCAT('postrider:', DATABASE()))")).await;
         let ran = ran?;
         unlock?.map_err(|e| classify(&e).after(!ran.is_empty()))?;

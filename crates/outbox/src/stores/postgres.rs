@@ -737,8 +737,8 @@ impl Store for PostgresStore {
             }
             Ok::<(), tokio_postgres::Error>(())
         };
-        run.await.map_err(|e| classify(&e).during("migration"))?;
-        self.pool.timed(client.batch_execute("COMMIT")).await?.map_err(|e| at_commit(&e).during("migration"))?;
+        run.await.map_err(|e| classify(&e).of_migration())?;
+        self.pool.timed(client.batch_execute("COMMIT")).await?.map_err(|e| at_commit(&e).of_migration())?;
         self.pool.timed(timeline::remember(client, &self.schema)).await?;
         self.pool.give_back(loan);
         transact(self, Mode::Write, move |tx| {

@@ -76,10 +76,18 @@ impl Session {
 
     /// The one number a query answers.
     pub async fn number(&mut self, sql: &str) -> i64 {
+        self.try_number(sql).await.unwrap_or_else(|error| panic!("{sql}: {error}"))
+    }
+
+    pub async fn try_number(&mut self, sql: &str) -> Result<i64, String> {
         match self {
-            Session::Sqlite(connection) => connection.query_row(sql, [], |row| row.get(0)).expect(sql),
-            Session::Postgres(client) => client.query_one(sql, &[]).await.expect(sql).get(0),
-            Session::Mysql(conn) => conn.query_first(sql).await.expect(sql).expect(sql),
+            Session::Sqlite(connection) => connection.query_row(sql, [], |row| row.get(0)).map_err(|e| e.to_string()),
+            Session::Postgres(client) => {
+                client.query_one(sql, &[]).await.and_then(|row| row.try_get(0)).map_err(|e| e.to_string())
+            }
+            Session::Mysql(conn) => {
+                conn.query_first(sql).await.map_err(|e| e.to_string())?.ok_or_else(|| "no row".to_owned())
+            }
         }
     }
 

@@ -174,7 +174,16 @@ impl Proxy {
         let sql = "SELECT COUNT(*) FROM information_schema.innodb_trx WHERE trx_mysql_thread_id";
         let mut found = Vec::new();
         for backend in open {
-            if admin.number(&format!("{sql} = {}", backend.id)).await > 0 {
+            // MySQL cannot tell while somebody's statement has bytes in it that are no text: it is over soon.
+            let mut told = Err(String::new());
+            for _ in 0..100 {
+                told = admin.try_number(&format!("{sql} = {}", backend.id)).await;
+                if told.is_ok() {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            if told.unwrap_or_else(|error| panic!("who is in a transaction? {error}")) > 0 {
                 found.push(backend);
             }
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postrider::LaneRules;
-use postrider_orders::adapters::{Credentials, Faults, HttpSettings, Meaning, PaperSettings};
+use postrider_orders::adapters::{Credentials, Faults, HttpBroker, HttpSettings, Meaning, PaperSettings};
 use postrider_orders::{Book, Idempotency, Settings, lane_rules, lane_settings};
 
 use super::file::{AdapterName, IdempotencyName, LaneKeys, OrderKeys};
@@ -163,8 +163,10 @@ fn http(
     }
     let settings =
         HttpSettings { url: to, look_up_url, headers: headers(place, &keys.headers)?, statuses, idempotency, timeout };
-    let check = postrider_orders::adapters::HttpBroker::new(settings.clone());
-    check.map_err(|e| place.wrong(keys.look_up_url.as_ref().map_or(url.span(), |k| k.span()), e))?;
+    let without = HttpSettings { look_up_url: None, idempotency: Idempotency::Key, ..settings.clone() };
+    HttpBroker::new(without).map_err(|e| place.wrong(url.span(), e))?;
+    let look_up = keys.look_up_url.as_ref().map_or(url.span(), |k| k.span());
+    HttpBroker::new(settings.clone()).map_err(|e| place.wrong(look_up, e))?;
     let written: Vec<(String, String)> =
         keys.headers.iter().map(|(name, value)| (name.clone(), value.get_ref().clone())).collect();
     let credentials = Arc::new(move || {

@@ -706,3 +706,33 @@ fn answers_have_bounds() {
     let (_, log) = world.server.stop();
     assert!(log.lines().all(|line| line.len() < 10_000), "no line of the log is long");
 }
+
+/// Messages of memories belong to a space, whatever is asked of them.
+#[test]
+fn a_message_of_another_space_is_like_one_that_is_not_there() {
+    let world = World::new(Home::sqlite());
+    let elsewhere = world.token(&["--scope", &SCOPES.join(","), "--space", "team:elsewhere"]);
+    let columns = "id, lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, target, payload, payload_sha, created_at, updated_at, status, finished_at";
+    world.home.execute(&format!(
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 50) INSERT INTO outbox_done ({columns})
+         SELECT 5000 + i, 'memory', 0, 1, 0, 0, 0, 1, 'private:bob', X'', zeroblob(32), 1, 1, 'dead', i FROM n"
+    ));
+    let headers = [("content-type", "application/json"), ("authorization", &*elsewhere)];
+    for verb in ["requeue", "retry"] {
+        let told = |id: i64| {
+            let answer = world.server.post(&format!("/v1/outbox/{id}/{verb}"), &headers, "{}");
+            (answer.status, said(&answer).replace(&id.to_string(), "ID"))
+        };
+        assert_eq!(told(5001), told(987_654), "{verb}");
+        assert_eq!(told(5001).0, 404, "{verb}");
+    }
+    world.get(&elsewhere, "/v1/outbox/5001").refused(404, "NOT_FOUND");
+    for query in ["lane=memory&target=private:bob&limit=1", "lane=memory&target=private:nobody&limit=1"] {
+        let list = world.get(&elsewhere, &format!("/v1/outbox?{query}")).answered(200).json();
+        assert_eq!((&list["items"], &list["next_cursor"]), (&json!([]), &Value::Null), "{query}");
+    }
+    let bulk = json!({ "filter": { "lane": "memory" }, "dry_run": false }).to_string();
+    let refused = world.server.post("/v1/outbox/requeue", &headers, &bulk);
+    assert!((400..500).contains(&refused.status), "{refused:#?}");
+    assert_eq!(world.home.stats("memory")["dead"], 50, "nothing came back");
+}

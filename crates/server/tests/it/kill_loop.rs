@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use tokio::runtime::Runtime;
 
 use crate::fleet::{ONE_FLEET, live, prepare, url};
-use crate::home::{Home, wait_long_until, wait_until};
+use crate::home::{Home, wait_long_until};
 use crate::scratch::Database;
 
 /// A message may lose a worker each time, and is no poison for that.

@@ -129,6 +129,21 @@ fn a_worker_shows_its_numbers_with_their_labels() {
     exchange(&address, "GET", "/metrics", &[], b"").refused(401, "UNAUTHORIZED");
     let token = format!("Bearer {}", made["token"].as_str().unwrap());
     exchange(&address, "GET", "/metrics", &[("authorization", &token)], b"").answered(200);
+    // Not every token: the page is of all lanes and spaces.
+    let made = |args: &[&str]| home.run(&[&["token", "create", "--json", "--scope"], args].concat()).done().json();
+    let refused = |made: &Value, status: u16, code: &str| {
+        let shown = format!("Bearer {}", made["token"].as_str().unwrap());
+        exchange(&address, "GET", "/metrics", &[("authorization", &shown)], b"").refused(status, code);
+    };
+    for args in [&["enqueue"][..], &["read", "--lane", "work"], &["read", "--space", "team:a"]] {
+        refused(&made(args), 403, "FORBIDDEN");
+    }
+    let revoked = made(&["read"]);
+    home.run(&["token", "revoke", &revoked["id"].to_string()]).done();
+    refused(&revoked, 401, "UNAUTHORIZED");
+    let expired = made(&["read"]);
+    home.execute(&format!("UPDATE api_tokens SET expires_at = 1 WHERE id = {}", expired["id"]));
+    refused(&expired, 401, "UNAUTHORIZED");
     worker.stop();
 }
 

@@ -8,6 +8,7 @@ use postrider::doctor::{Check, Examine};
 use postrider::error::Kind;
 use postrider_webhooks::keyring::{Keyring, Source};
 use postrider_webhooks::{NewEvent, NewSubscription, Patch, Publishing};
+use proving::kit::Session;
 
 use crate::harness::{Home, mysql, on_every_store, open, open_with, postgres, secs, settings, wait_until, work};
 use crate::receiver::{Receiver, status_line};
@@ -27,6 +28,7 @@ on_every_store!(
     whoever_publishes_needs_no_key,
     a_receiver_that_asks_for_time_changes_nobodys_catalogue,
     the_doctor_finds_and_mends,
+    the_doctor_looks_at_all_and_says_what_it_could_not_mend,
 );
 
 const FAR: [&str; 2] = ["253402214400000000", "'9999-12-31 00:00:00'"];
@@ -507,4 +509,59 @@ async fn the_same_external_id_in_two_callers_transactions() {
     let id_of = |name: &str| names.iter().find(|row| row.text(0).unwrap() == name).unwrap().int(1).unwrap();
     assert_eq!((b[0].event_id, b[2].event_id), (id_of("new"), id_of("newer")));
     assert_eq!((names.len(), home.count("webhook_delivery_sagas").await), (4, 4));
+}
+
+async fn the_doctor_looks_at_all_and_says_what_it_could_not_mend(home: Home) {
+    // More under way than a page, and the last of them has no job.
+    let (busy, _) = home.subscribe("http://127.0.0.1:1/", &["busy"]).await;
+    let events = (0..620).map(|n| NewEvent::new("busy", n.to_string())).collect();
+    let sagas: Vec<i64> =
+        home.webhooks.publish(events).await.unwrap().into_iter().flat_map(|published| published.saga_ids).collect();
+    let jobless = *sagas.last().unwrap();
+    home.rows(&format!("DELETE FROM outbox WHERE active_key = 'saga:{jobless}'")).await;
+    // The first to be put off would be due after all others.
+    let deferred = sagas[0];
+    put_off(&home, deferred, "RECEIVER_RESTING").await;
+    // More subscriptions than a page, and the last of them has a delivery where nobody looks.
+    let mut last = busy.id;
+    for n in 0..420 {
+        last = home.subscribe(&format!("http://127.0.0.1:1/{n}"), &[&format!("t{n}")]).await.0.id;
+        home.webhooks.pause(last).await.unwrap();
+        home.publish(&format!("t{n}"), "x").await;
+    }
+    let of_it = format!("WHERE subscription_id = {last}");
+    home.rows(&format!("UPDATE webhook_delivery_sagas SET next_attempt_at = {} {of_it}", far(&home))).await;
+    home.rows(&format!("UPDATE subscription_gates SET parked = 0 {of_it}")).await;
+    let look = async || {
+        let cases = home.webhooks.look(Duration::ZERO).await.unwrap();
+        let mut seen: Vec<(Check, i64)> = cases.iter().map(|case| (case.ailment.check, case.id)).collect();
+        seen.sort();
+        (cases, seen)
+    };
+    let mut expected =
+        vec![(Check::WaitsInVain, last), (Check::WaitsInVain, deferred), (Check::SagaAgainstJob, jobless)];
+    expected.sort();
+    let (cases, seen) = look().await;
+    assert_eq!(seen, expected);
+    // What somebody has locked is not called mended.
+    if !home.url.starts_with("sqlite") {
+        let gate = Session::holding(&home.url, &format!("subscription_gates WHERE subscription_id = {last}")).await;
+        // By its id: whatever InnoDB looks at, it locks.
+        let sql = format!("SELECT id FROM outbox WHERE active_key = 'saga:{deferred}'");
+        let id = home.rows(&sql).await[0].int(0).unwrap();
+        let job = Session::holding(&home.url, &format!("outbox WHERE id = {id}")).await;
+        let mended: Vec<i64> = home.webhooks.repair(&cases).await.unwrap().iter().map(|case| case.id).collect();
+        assert_eq!(mended, [jobless]);
+        drop((gate, job));
+        let (cases, seen) = look().await;
+        assert_eq!(seen.len(), 2, "{seen:?}");
+        wait_until("they are let go", async || {
+            home.webhooks.repair(&cases).await.unwrap();
+            look().await.1.is_empty()
+        })
+        .await;
+    } else {
+        assert_eq!(home.webhooks.repair(&cases).await.unwrap().len(), 3);
+        assert_eq!(look().await.1, []);
+    }
 }
