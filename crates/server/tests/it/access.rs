@@ -398,6 +398,9 @@ fn a_token_for_some_lanes_hears_of_no_other() {
     let sample = stream(&own);
     assert!(sample.contains("\"own\"") && !sample.contains("canary") && !sample.contains("\"orders\""), "{sample}");
     assert!(stream(&admin).contains("canary-lane"));
+    // It is in no description: who may not read is refused here, too.
+    world.get(&world.token(&["--scope", "enqueue"]), "/v1/live").refused(403, "FORBIDDEN");
+    world.get(&world.token(&["--scope", "read", "--expires", "1ms"]), "/v1/live").refused(401, "UNAUTHORIZED");
 }
 
 /// The audit and the report are the memory gateway's, and of other lanes they tell nothing to its tokens.

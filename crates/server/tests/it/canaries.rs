@@ -65,7 +65,7 @@ impl Told {
 }
 
 /// Columns that hold what somebody sent, the name it was sent under, or the URL it is sent to: that is what they are for.
-const KEPT: [&str; 17] = [
+const KEPT: [&str; 19] = [
     "dead_letters.payload_snapshot",
     "events.external_id",
     "events.payload",
@@ -75,9 +75,11 @@ const KEPT: [&str; 17] = [
     "memory_writes.payload_md",
     "order_conflicts.idempotency_key",
     "outbox.active_key",
+    "outbox.headers",
     "outbox.payload",
     "outbox_active_keys.active_key",
     "outbox_done.active_key",
+    "outbox_done.headers",
     "outbox_done.payload",
     "outbox_keys.key",
     "postrider_former_keys.key",
@@ -289,9 +291,13 @@ otlp_endpoint = \"{}\"
         .clone();
     assert_eq!(hear("POST", "/v1/outbox/work", json!({ "secret": "canary-other" }), &keys).status, 409);
     assert_eq!(hear("POST", "/v1/outbox/work", json!("canary"), &[("Postrider-Delay", "soon")]).status, 400);
-    wait_until("the message is dead", || {
-        ask("GET", &format!("/v1/outbox/{id}"), Value::Null, &[]).json()["status"] == "dead"
-    });
+    let of_a_message = json!({ "payload": "x", "headers": { "X-Card-Token": "canary-message-header" } });
+    let batch = hear("POST", "/v1/outbox/work/batch", json!({ "messages": [of_a_message] }), &[]).answered(200).json();
+    for id in [&id, &batch["results"][0]["id"]] {
+        wait_until("the message is dead", || {
+            ask("GET", &format!("/v1/outbox/{id}"), Value::Null, &[]).json()["status"] == "dead"
+        });
+    }
 
     // Webhooks: a secret of one's own, headers, a path; refused and wrong ones too.
     let hook = json!({

@@ -83,3 +83,18 @@ fn who_could_listen_or_read_the_password_is_told() {
     let check = told(&["config", "check"]);
     assert!(check.contains("is reached in the clear"), "{check}");
 }
+
+/// The database, its log and the key for secrets are their owner's alone, whatever the user's mask allows.
+#[test]
+fn what_is_made_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let home = Home::sqlite();
+    let server = crate::api::Server::start(&home, &[]);
+    let subscription = r#"{"url": "https://hooks.example.com/in", "event_types": ["*"]}"#; // its secret wants the key
+    server.post("/v1/subscriptions", &[("content-type", "application/json")], subscription).answered(201);
+    for name in ["postrider.db", "postrider.db-wal", "postrider.db-shm", "postrider.key"] {
+        let mode = std::fs::metadata(home.path(name)).unwrap_or_else(|e| panic!("{name}: {e}")).permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    server.stop();
+}
