@@ -692,6 +692,27 @@ fn answers_have_bounds() {
     let attempts = saga["attempts"].as_array().unwrap();
     assert_eq!((attempts.len(), &attempts[199]["attempt"]), (200, &json!(499)), "the last of them");
 
+    // Subscriptions that say much: a page ends where it is long enough, and the next one goes on.
+    world.home.execute(&format!(
+        "{} INSERT INTO subscriptions (id, url, event_types, status, description, secrets, signature, created_at, updated_at, version, url_version)
+         SELECT 9000 + i, 'https://hooks.example.com/' || i, '[\"x.y\"]', 'paused', hex(zeroblob(20000)), '', 'v1', 1, 1, 1, 1 FROM n",
+        series(300)
+    ));
+    let (mut seen, mut after) = (0, String::new());
+    loop {
+        let answer = world.get(&admin, &format!("/v1/subscriptions?limit=1000{after}")).answered(200);
+        assert!(answer.body.len() < 10 << 20, "{} bytes", answer.body.len());
+        let page = answer.json();
+        let listed = page["items"].as_array().unwrap().iter().filter(|one| one["id"].as_i64() > Some(9000)).count();
+        assert!(listed < 300, "not all at once");
+        seen += listed;
+        match page["next_cursor"].as_str() {
+            Some(cursor) => after = format!("&cursor={cursor}"),
+            None => break,
+        }
+    }
+    assert_eq!(seen, 300, "each once");
+
     // Numbers of a long history.
     world.home.execute(&format!(
         "{} INSERT INTO outbox_done (id, lane, shard_id, due_at, attempts, crashes, maybe_sent, lease_token, payload, payload_sha, created_at, updated_at, status, finished_at)

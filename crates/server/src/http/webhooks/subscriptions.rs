@@ -9,13 +9,14 @@ use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{Extension, Query, State};
 use axum::http::StatusCode;
+use postrider::paging::Page;
 use postrider_webhooks::sign::Scheme;
 use postrider_webhooks::{NewSubscription, Patch, Subscription, SubscriptionStatus};
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::error::{ErrorBody, Refusal};
-use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of};
+use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of, seen_of_any_size};
 use super::super::{App, Caller};
 use crate::config::values::parse_duration;
 use crate::tokens::Scope;
@@ -172,13 +173,24 @@ pub async fn subscriptions(
 ) -> Result<Json<SubscriptionList>, Refusal> {
     let query = query?.0;
     let (limit, after) = page_of(query.limit, query.cursor.as_ref())?;
-    let mut found = app.webhooks.subscriptions(after.unwrap_or(0), limit + 1).await?;
-    let more = found.len() > limit as usize;
-    found.truncate(limit as usize);
-    let next_cursor = cursor(found.last().filter(|_| more).map(|s| s.id));
-    let items = found.into_iter().map(|one| SubscriptionView::seen_by(&caller, one)).collect();
-    Ok(Json(SubscriptionList { items, next_cursor }))
+    let list = |after: Option<i64>, limit: u32| {
+        let webhooks = app.webhooks.clone();
+        async move {
+            let found = webhooks.subscriptions(after.unwrap_or(0), limit + 1).await?;
+            Ok(Page::of(found, limit as usize, |subscription| subscription.id))
+        }
+    };
+    let bytes = |s: &Subscription| {
+        let texts = [&s.url].into_iter().chain(&s.description).chain(&s.event_types).chain(&s.headers);
+        texts.map(String::len).sum()
+    };
+    let page = seen_of_any_size((after, limit), AT_A_TIME, list, |_| true, bytes).await?;
+    let items = page.items.into_iter().map(|one| SubscriptionView::seen_by(&caller, one)).collect();
+    Ok(Json(SubscriptionList { items, next_cursor: cursor(page.next) }))
 }
+
+/// Subscriptions that are read at once: a page of them ends where there is too much of it.
+const AT_A_TIME: u32 = 100;
 
 /// One subscription
 #[utoipa::path(
