@@ -766,15 +766,15 @@ async fn what_one_process_tells_another_hears(db: Database) {
 /// A token that fell long ago is not covered up by what has happened since.
 async fn the_doctor_looks_beyond_the_first_page(db: Database) {
     use postrider::doctor::{Check, Examine};
+    // More live messages than a page before it, and a history of theirs after its own.
+    let many = (0..6000).map(|n| NewMessage::new("b", n.to_string())).collect();
+    db.outbox.enqueue(many).await.unwrap();
     let fell = db.put("careful", "its token fell").await;
     db.claim_ids("careful", "gone", &[fell]).await;
     db.advance(secs(61));
     db.claim_ids("careful", "other", &[fell]).await;
     let mut session = db.raw().await;
     session.run(&format!("UPDATE outbox SET lease_token = 1 WHERE id = {fell}")).await.unwrap();
-    // Live messages before and after it, and a history of others.
-    let many = (0..6000).map(|n| NewMessage::new("b", n.to_string())).collect();
-    db.outbox.enqueue(many).await.unwrap();
     let history = "SELECT COUNT(*) FROM outbox_attempts";
     let before = session.number(history).await;
     let copied = "INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, at)
