@@ -57,6 +57,8 @@ pub struct Browser {
     /// What the page said since it was last asked.
     events: VecDeque<Value>,
     requests: Vec<String>,
+    /// Where the mouse is.
+    mouse: (f64, f64),
     _profile: TempDir,
 }
 
@@ -106,6 +108,7 @@ impl Browser {
             calls: 0,
             events: VecDeque::new(),
             requests: vec![],
+            mouse: (0.0, 0.0),
             _profile: profile,
         };
         let target = browser.call("Target.createTarget", json!({"url": "about:blank"}))["targetId"].clone();
@@ -161,7 +164,8 @@ impl Browser {
         while self.eval(&format!("Boolean({condition})")) != json!(true) {
             if Tick::now().since(begun) > PATIENCE {
                 let (shown, said) = (self.eval("document.body.innerText"), self.complaints());
-                panic!("waited in vain for {condition}; the page shows\n{shown}\nand said {said:?}");
+                let at = self.eval("location.hash");
+                panic!("waited in vain for {condition}; the page {at} shows\n{shown}\nand said {said:?}");
             }
             std::thread::sleep(Duration::from_millis(25));
         }
@@ -174,16 +178,30 @@ impl Browser {
 
     /// With a real mouse, at the middle of what the selector finds.
     pub fn click(&mut self, selector: &str) {
+        self.press_on(selector);
+        self.release();
+    }
+
+    /// The first half of a click.
+    pub fn press_on(&mut self, selector: &str) {
         let find = format!("document.querySelector({})", json!(selector));
         self.wait(&format!("{find} && !{find}.disabled"));
         let place = self.eval(&format!(
             "(() => {{ const e = {find}; e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); \
              return {{x: r.x + r.width / 2, y: r.y + r.height / 2}}; }})()"
         ));
-        for kind in ["mousePressed", "mouseReleased"] {
-            let params = json!({"type": kind, "x": place["x"], "y": place["y"], "button": "left", "clickCount": 1});
-            self.call("Input.dispatchMouseEvent", params);
-        }
+        self.mouse = (place["x"].as_f64().unwrap(), place["y"].as_f64().unwrap());
+        self.button("mousePressed");
+    }
+
+    /// The second, at the same place.
+    pub fn release(&mut self) {
+        self.button("mouseReleased");
+    }
+
+    fn button(&mut self, kind: &str) {
+        let (x, y) = self.mouse;
+        self.call("Input.dispatchMouseEvent", json!({"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}));
     }
 
     /// Writes where the focus is.

@@ -13,9 +13,9 @@ export function h(tag, attributes, ...children) {
 
 /** A finger or a mouse button is down: what is under it stays. */
 export let pressed = false;
-for (const [name, down] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) {
-  addEventListener(name, () => setTimeout(() => { pressed = down; }, down ? 0 : 50), true);
-}
+addEventListener("pointerdown", () => { pressed = true; }, true);
+// The click comes after it.
+for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => setTimeout(() => { pressed = false; }, 50), true);
 
 /** Puts new children in, and the focus back to the one that had it, by its id. */
 export function fill(node, ...children) {
@@ -26,11 +26,13 @@ export function fill(node, ...children) {
   if (held) document.getElementById(held)?.focus();
 }
 
-/** Is it worth drawing again? When it changed, and now and then for the words that tell how long ago. */
+/** Is it worth drawing again? When it changed, and now and then for the words that tell how long ago; not under a finger,
+ * which may have come down since the data was asked for. */
 export function changes() {
   let shown = "";
   let drawn = 0;
   return (data) => {
+    if (pressed) return false;
     const text = JSON.stringify(data);
     if (text === shown && Date.now() - drawn < 10_000) return false;
     shown = text;

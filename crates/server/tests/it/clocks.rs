@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 
 use crate::fleet::{ONE_FLEET, live, url};
 use crate::home::{Home, Running, wait_long_until, wait_until};
-use crate::scratch::Database;
+use crate::scratch::{self, Database};
 
 const HOUR: i64 = 3600;
 const MESSAGES: usize = 600;
@@ -170,6 +170,17 @@ fn for_all(folder: &tempfile::TempDir) -> std::path::PathBuf {
     folder.path().join("clock")
 }
 
+/// Whoever is stopped in the middle of a write to SQLite keeps all others out for as long.
+fn stop_between_writes(worker: &Running, home: &Home) {
+    loop {
+        worker.signal(Signal::STOP);
+        if !matches!(home.database, Database::Sqlite) || scratch::takes_writes(&home.path("postrider.db")) {
+            return;
+        }
+        worker.signal(Signal::CONT);
+    }
+}
+
 /// A machine that slept for a month counts more time since its boot than it has been awake; another was booted just now.
 /// Leases are measured by that clock, and no two of them agree.
 fn machines_that_slept(database: Database) {
@@ -191,7 +202,7 @@ fn machines_that_slept(database: Database) {
     scene.enqueue(MESSAGES);
     let before = scene.receiver.count();
     wait_until("it is in the middle", || scene.receiver.count() > before + MESSAGES / 10);
-    asleep.signal(Signal::STOP);
+    stop_between_writes(asleep, &scene.home);
     wait_until("the others have done the rest", || live(&scene.home) == 0);
     asleep.signal(Signal::CONT);
     scene.is_settled(Duration::from_secs(60), &url(&scene.home));

@@ -89,7 +89,9 @@ fn sign_in_watch_a_message_requeue_it_and_pause_a_lane() {
     browser.click("nav a[href='#/messages']");
     browser.click("#q");
     browser.write("invoice-7");
+    browser.eval("document.getElementById('q').is_old = true; 0");
     browser.press("Enter");
+    browser.wait("document.getElementById('q')?.is_old === undefined");
     browser.click(&format!("#m-{id}"));
     browser.sees("Attempt 1 failed, to be tried again");
     browser.sees("Attempt 2 failed for good");
@@ -136,6 +138,32 @@ fn sign_in_watch_a_message_requeue_it_and_pause_a_lane() {
     is_clean(&mut browser, &server);
     drop(browser);
     assert_eq!(server.stop().0, 0, "an open page does not hold up the end");
+}
+
+/// The list is drawn anew when it has changed, and a click is a press and a release on the same thing.
+#[test]
+fn what_is_under_a_finger_stays_there() {
+    let home = Home::sqlite();
+    let server = Server::start(&home, &["--no-workers"]);
+    let id = server.post("/v1/outbox/log", &[], "one").answered(201).json()["id"].to_string();
+    let mut browser = Browser::start();
+    browser.goto(&format!("http://{}/#/messages", server.address));
+    browser.wait(&format!("document.getElementById('m-{id}')"));
+    // From here on answers wait until they are let go.
+    browser.eval(
+        "window.real = window.fetch; window.fetch = (...asked) => real(...asked).then((answer) => \
+         new Promise((go) => { window.arrive = () => { delete window.arrive; go(answer); }; })); 0",
+    );
+    browser.wait("window.arrive");
+    server.post("/v1/outbox/log", &[], "two").answered(201);
+    browser.eval("window.arrive(); 0");
+    browser.wait("window.arrive"); // it tells of the second message
+    browser.eval(&format!("window.row = document.getElementById('m-{id}'); 0"));
+    browser.press_on(&format!("#m-{id}"));
+    browser.eval("new Promise((done) => { window.arrive(); window.fetch = real; setTimeout(done, 100); })");
+    assert_eq!(browser.eval("window.row.isConnected"), json!(true));
+    browser.release();
+    browser.sees("Timeline");
 }
 
 #[test]

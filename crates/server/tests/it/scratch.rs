@@ -217,6 +217,13 @@ pub fn on_mysql(url: &str, sql: &str) {
     });
 }
 
+/// Nobody is in the middle of a write to a SQLite file, or comes to its end within a second.
+pub fn takes_writes(file: &std::path::Path) -> bool {
+    let database = rusqlite::Connection::open(file).unwrap();
+    database.busy_timeout(std::time::Duration::from_secs(1)).unwrap();
+    database.execute_batch("BEGIN IMMEDIATE; ROLLBACK").is_ok()
+}
+
 /// A SQLite file has nothing wrong with it.
 pub fn is_whole(file: &std::path::Path) {
     let database = rusqlite::Connection::open(file).unwrap();
