@@ -3,6 +3,8 @@ MAKEFLAGS += --no-print-directory
 
 # As the tests build it, so that nothing is built twice.
 BUILD := cargo test --locked --quiet --workspace --all-features --no-run
+# Most tests wait more than they work.
+TEST_THREADS := $(or $(RUST_TEST_THREADS),$(shell expr 2 '*' "$$(nproc)"))
 WITH_DATABASES := cargo run --locked -q -p proving --bin with-databases --
 DENY := $(or $(shell command -v cargo-deny),target/tools/bin/cargo-deny)
 CARGO_MUTANTS := $(or $(shell command -v cargo-mutants),target/tools/bin/cargo-mutants)
@@ -17,7 +19,7 @@ demo: ## See the outbox at work, on an embedded database
 
 .PHONY: test
 test: ## Run all tests on SQLite, PostgreSQL and MariaDB; brings its own servers
-	$(WITH_DATABASES) cargo test --locked --workspace --all-features
+	RUST_TEST_THREADS=$(TEST_THREADS) $(WITH_DATABASES) cargo test --locked --workspace --all-features
 
 .PHONY: api
 api: ## Let Schemathesis (from PyPI) try the API against its own description

@@ -26,6 +26,15 @@ pub enum Json {
 }
 
 impl Json {
+    pub fn has_nul(&self) -> bool {
+        match self {
+            Json::Text(text) => text.contains('\0'),
+            Json::List(items) => items.iter().any(Json::has_nul),
+            Json::Map(members) => members.iter().any(|(name, value)| name.contains('\0') || value.has_nul()),
+            Json::Null | Json::Bool(_) | Json::Number(_) => false,
+        }
+    }
+
     /// Reads JSON; a key that stands twice in one object is refused.
     pub fn parse(bytes: &[u8]) -> Result<Json, String> {
         let raw: &RawValue = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;

@@ -223,6 +223,7 @@ impl Reader<'_> {
 
     fn tags(&mut self) -> Option<Json> {
         match self.fields.get("tags")? {
+            tags if tags.has_nul() => self.wrong("tags", "has a NUL character, which not every database can keep"),
             tags @ (Json::List(_) | Json::Map(_)) if tags.to_string().len() <= MOST_TAGS => Some(tags.clone()),
             Json::List(_) | Json::Map(_) => self.wrong("tags", format!("has more than {MOST_TAGS} bytes")),
             _ => self.wrong("tags", "must be a list or an object"),
@@ -241,7 +242,8 @@ impl Reader<'_> {
 fn unknown(fields: &BTreeMap<String, Json>) -> Vec<FieldError> {
     let message = || format!("is no field of an order; there are {}", FIELDS.join(", "));
     let unknown = fields.keys().filter(|name| !FIELDS.contains(&name.as_str()));
-    unknown.map(|name| FieldError { field: name.clone(), message: message() }).collect()
+    let field = |name: &String| name.chars().take(LONGEST).collect();
+    unknown.map(|name| FieldError { field: field(name), message: message() }).collect()
 }
 
 #[cfg(test)]
@@ -295,6 +297,8 @@ mod tests {
             (ORDER.replace("1.5", "0.00000000000000000000000000000001"), "qty"),
             (ORDER.replace(":10", ":-10"), "price"),
             (ORDER.replace("IOC", "DAY"), "time_in_force"),
+            (ORDER.replace("}", r#","tags":["a\u0000"]}"#), "tags"),
+            (ORDER.replace("}", r#","tags":{"a":{"\u0000":1}}}"#), "tags"),
             (ORDER.replace("}", r#","quantity":1}"#), "quantity"),
             (ORDER.replace("}", r#","limit_price":null}"#), "limit_price"),
             (ORDER.replace("}", r#","tags":"a"}"#), "tags"),

@@ -20,6 +20,14 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// How often it was said that secrets may have changed.
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
+/// What a parser says of a text where something else belongs, without the text: it may be a secret.
+pub fn without_value(message: &str) -> String {
+    match (message.find("string \""), message.rfind("\", expected")) {
+        (Some(from), Some(to)) if from < to => format!("{}string{}", &message[..from], &message[to + 1..]),
+        _ => message.to_owned(),
+    }
+}
+
 /// Secrets may have changed: whoever uses one reads it again before its next use.
 pub fn read_again() {
     TOLD.fetch_add(1, Ordering::SeqCst);

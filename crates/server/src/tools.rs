@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::gate::GateRules;
-use crate::http::{Caller, Refusal};
+use crate::http::{Caller, Refusal, bounded};
 use crate::metrics;
 use crate::tokens::Scope;
 
@@ -406,7 +406,7 @@ struct NoArguments {}
 
 fn read<T: serde::de::DeserializeOwned>(arguments: Value) -> Result<T, Refusal> {
     serde_json::from_value(arguments).map_err(|e| {
-        let what = format!("the arguments are not right: {e}");
+        let what = format!("the arguments are not right: {}", bounded(&e.to_string()));
         Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "INVALID_ARGUMENTS", what)
     })
 }

@@ -390,7 +390,7 @@ fn messages(plan: &Plan, big: bool, rng: &mut fastrand::Rng) -> Vec<Planned> {
 fn events(plan: &mut Plan, rng: &mut fastrand::Rng) {
     let subscription = |rng: &mut fastrand::Rng| SubscriptionPlan {
         max_in_flight: (rng.u8(0..3) == 0).then(|| rng.u32(1..4)),
-        rate_per_sec: (rng.u8(0..4) == 0).then(|| rng.f64() * 5.0 + 1.0),
+        rate_per_sec: (rng.u8(0..4) == 0).then(|| rng.f64() * 5.0 + 0.3),
         limit: rng.u32(1..5),
     };
     plan.subscriptions = (0..rng.usize(1..5)).map(|_| subscription(rng)).collect();

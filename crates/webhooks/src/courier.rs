@@ -274,7 +274,8 @@ impl WebhookCourier {
         };
         let Some(event) = self.event(job.event_id).await? else { return Ok(Sent::Not("EVENT_GONE")) };
         let id = format!("msg_{}_{}", self.webhooks.0.store_id, job.event_id);
-        Ok(Sent::Tried(self.webhooks.post(&subscription, &opened, id, &event, &message.headers).await))
+        let timeout = subscription.timeout(&self.webhooks.0.settings);
+        Ok(Sent::Tried(self.webhooks.post((&subscription, timeout), &opened, id, &event, &message.headers).await))
     }
 }
 
@@ -382,7 +383,7 @@ impl Webhooks {
     /// One attempt.
     async fn post(
         &self,
-        subscription: &Subscription,
+        (subscription, timeout): (&Subscription, Duration),
         opened: &Opened,
         id: String,
         event: &Loaded,
@@ -393,7 +394,7 @@ impl Webhooks {
             Ok(request) => request,
             Err(code) => return Report::not_sent(code),
         };
-        let answer = sending(self.0.exchange.send(request, subscription.timeout(&self.0.settings))).await;
+        let answer = sending(self.0.exchange.send(request, timeout)).await;
         let took = Tick::now().since(tick);
         let version = Some(subscription.version);
         let report = Report { started_at, took, version, kept_at: Tick::now(), ..Report::not_sent("") };
@@ -473,12 +474,18 @@ impl Webhooks {
 
     /// Sends a test event to one subscription, now and once, whatever its state; nothing is recorded.
     pub async fn test(&self, id: i64) -> Result<Option<serde_json::Value>> {
+        self.test_within(id, Duration::MAX).await
+    }
+
+    /// The same by somebody who does not wait longer than this for the receiver.
+    pub async fn test_within(&self, id: i64, most: Duration) -> Result<Option<serde_json::Value>> {
         let Some(subscription) = self.subscription(id).await? else { return Ok(None) };
         let payload = serde_json::json!({ "type": "postrider.test", "subscription_id": id });
         let event = Loaded { payload: payload.to_string().into(), content_type: None, correlation_id: None };
         let id = format!("test_{:016x}", clock::seed());
         let opened = self.opened(&subscription).await?;
-        let report = self.post(&subscription, &opened, id, &event, &[]).await;
+        let timeout = subscription.timeout(&self.0.settings).min(most);
+        let report = self.post((&subscription, timeout), &opened, id, &event, &[]).await;
         Ok(Some(serde_json::json!({
             "success": report.failure.is_none(),
             "error_code": report.failure.as_ref().map(|failure| failure.0.clone()),

@@ -216,10 +216,10 @@ impl Failing {
 }
 
 /// A token bucket: how many may pass now, and what is left. At most half a second's worth is saved up, so that the rate
-/// holds after a pause too.
-pub fn refill(tokens: f64, rate: f64, elapsed: Duration) -> f64 {
+/// holds after a pause too. One through which nothing has passed yet is full: a slow one would otherwise never be.
+pub fn refill(tokens: f64, rate: f64, since: Option<Duration>) -> f64 {
     let most = (rate / 2.0).max(1.0);
-    (tokens + rate * elapsed.as_secs_f64()).clamp(0.0, most)
+    since.map_or(most, |elapsed| (tokens + rate * elapsed.as_secs_f64()).clamp(0.0, most))
 }
 
 /// How many deliveries a gate lets through: by its tokens, by what is in flight, and never more than `batch`.
@@ -337,8 +337,10 @@ mod tests {
         assert_eq!(rest_after(19), None);
         let rests = [20, 40, 80, 1 << 40].map(|n| rest_after(n).map(|rest| rest.as_secs()));
         assert_eq!(rests, [Some(10), Some(20), Some(40), Some(320)]);
-        assert_eq!(refill(0.0, 10.0, Duration::from_millis(200)), 2.0);
-        assert_eq!(refill(4.0, 10.0, Duration::from_secs(3600)), 5.0, "half a second's worth");
-        assert_eq!(refill(0.0, 0.5, Duration::from_secs(60)), 1.0, "a slow one still passes one by one");
+        assert_eq!(refill(0.0, 10.0, Some(Duration::from_millis(200))), 2.0);
+        assert_eq!(refill(4.0, 10.0, Some(Duration::from_secs(3600))), 5.0, "half a second's worth");
+        assert_eq!(refill(0.0, 0.5, Some(Duration::from_secs(60))), 1.0, "a slow one still passes one by one");
+        assert_eq!(refill(0.0, 0.5, Some(Duration::from_secs(1))), 0.5);
+        assert_eq!([0.001, 0.5, 10.0].map(|rate| refill(0.0, rate, None)), [1.0, 1.0, 5.0], "the first needs no wait");
     }
 }

@@ -2,7 +2,6 @@
 //! admitted under the gate's lock.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use postrider::error::Class;
 use postrider::store::Mode;
@@ -77,10 +76,9 @@ impl Webhooks {
         if subscription.status == SubscriptionStatus::Paused || held_until.is_some_and(|until| until > now) {
             return Ok(0);
         }
-        let elapsed = gate.opt_time(1)?.map_or(Duration::from_secs(1), |at| now.since(at));
-        let tokens = subscription
-            .rate_per_sec
-            .map(|rate| refill(gate.opt_float(0).ok().flatten().unwrap_or(0.0), rate, elapsed));
+        let since = gate.opt_time(1)?.map(|at| now.since(at));
+        let tokens =
+            subscription.rate_per_sec.map(|rate| refill(gate.opt_float(0).ok().flatten().unwrap_or(0.0), rate, since));
         // One that has only failed lately is tried with a few.
         let trial = rest_after(gate.int(2)?).map(|_| TRIAL);
         let most = subscription.max_in_flight.into_iter().chain(trial).min();

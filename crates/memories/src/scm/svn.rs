@@ -42,9 +42,14 @@ impl Svn {
             return Err(Trouble::Source(what));
         }
         let authority = url.split_once("://").map_or("", |(_, rest)| rest.split('/').next().unwrap_or(""));
-        if authority.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
+        let has_password = |user: &str| user.contains(':') || user.to_ascii_lowercase().contains("%3a");
+        if authority.split_once('@').is_some_and(|(user, _)| has_password(user)) {
             // It would stand in the database, in evidence, and on the command line of `svn`.
             let what = "the address holds a password; leave it out, and let `svn` keep it (svn auth, ~/.subversion)";
+            return Err(Trouble::Source(what.to_owned()));
+        }
+        if url.contains('?') {
+            let what = "the address of a repository has no `?`; what follows it would be kept, and shown";
             return Err(Trouble::Source(what.to_owned()));
         }
         let url = url.trim_end_matches('/').to_owned();
@@ -358,6 +363,9 @@ mod tests {
     fn an_address_with_a_password_is_not_kept() {
         let refused = Svn::new("https://ann:secret@svn.example/repo", None).err().unwrap().to_string();
         assert!(refused.contains("password") && !refused.contains("secret"), "{refused}");
+        for bad in ["https://ann%3Asecret@svn.example/repo", "https://svn.example/repo?token=secret"] {
+            assert!(Svn::new(bad, None).is_err_and(|e| !e.to_string().contains("secret")), "{bad}");
+        }
         assert!(Svn::new("svn+ssh://ann@svn.example/repo", None).is_ok());
         assert!(Svn::new("file:///srv/a:b@c/repo", None).is_ok());
     }

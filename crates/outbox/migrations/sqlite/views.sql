@@ -28,7 +28,7 @@ SELECT o.id, coalesce(k.key, o.active_key) AS idempotency_key, CASE WHEN json_va
        SELECT max(at) FROM sequence) > length(o.payload) THEN CAST(o.payload AS TEXT) END END AS order_request_json,
        lower(hex(coalesce(k.digest, o.payload_sha))) AS request_digest,
        CASE WHEN o.locked_by IS NOT NULL THEN 'sending'
-            WHEN o.attempts > 0 AND o.due_at > unixepoch('subsec') * 1000000 THEN 'failed' ELSE 'pending' END AS status,
+            WHEN o.attempts > 0 AND o.due_at > (julianday('now') - 2440587.5) * 86400000000 THEN 'failed' ELSE 'pending' END AS status,
        o.attempts, o.last_error_code, o.last_error AS last_error_msg, o.locked_by, strftime('%Y-%m-%d %H:%M:%f', o.locked_at / 1000000.0, 'unixepoch') AS locked_at,
        strftime('%Y-%m-%d %H:%M:%f', o.due_at / 1000000.0, 'unixepoch') AS next_run_at, strftime('%Y-%m-%d %H:%M:%f', o.created_at / 1000000.0, 'unixepoch') AS created_at, strftime('%Y-%m-%d %H:%M:%f', o.updated_at / 1000000.0, 'unixepoch') AS updated_at, strftime('%Y-%m-%d %H:%M:%f', k.expires_at / 1000000.0, 'unixepoch') AS expires_at
   FROM outbox o LEFT JOIN outbox_keys k ON k.outbox_id = o.id WHERE o.lane = 'orders'

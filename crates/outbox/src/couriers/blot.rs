@@ -5,8 +5,10 @@ use url::Url;
 
 /// Shorter values are words, flags and numbers; blotting those out would only garble the text.
 const SHORTEST: usize = 6;
-/// The same of a part of a path, which is more often a word.
+/// The same of a part of a path, which is more often a word, unless there are digits in it.
 const SHORTEST_PART: usize = 12;
+/// So much of the beginning of a secret, where the text was cut off in the middle of it.
+const SHORTEST_BEGINNING: usize = 4;
 /// What the names of headers have in them that carry secrets.
 const CREDENTIALS: [&str; 9] = ["auth", "cookie", "key", "pass", "pin", "secret", "session", "sign", "token"];
 const BLOT: &str = "***";
@@ -28,7 +30,8 @@ impl Blot {
             let pairs = url.query().into_iter().flat_map(|query| query.split('&'));
             secrets.extend(pairs.filter_map(|pair| pair.split_once('=')).map(|(_, value)| value.to_owned()));
             secrets.extend(url.query_pairs().map(|(_, value)| value.into_owned()));
-            let parts = url.path_segments().into_iter().flatten().filter(|part| part.len() >= SHORTEST_PART);
+            let is_word = |part: &str| part.len() < SHORTEST_PART && !part.bytes().any(|b| b.is_ascii_digit());
+            let parts = url.path_segments().into_iter().flatten().filter(|part| !is_word(part));
             for part in parts {
                 secrets.extend([part.to_owned(), decoded(part)]);
             }
@@ -62,7 +65,23 @@ impl Blot {
     }
 
     pub fn text(&self, text: String) -> String {
-        self.0.iter().fold(text, |text, secret| if text.contains(secret) { text.replace(secret, BLOT) } else { text })
+        let mut text = self
+            .0
+            .iter()
+            .fold(text, |text, secret| if text.contains(secret) { text.replace(secret, BLOT) } else { text });
+        if let Some(at) = self.begins_at(text.as_bytes()).filter(|at| text.is_char_boundary(*at)) {
+            text.replace_range(at.., BLOT);
+        }
+        text
+    }
+
+    /// Where the text ends in the middle of a secret: it was cut off.
+    fn begins_at(&self, text: &[u8]) -> Option<usize> {
+        let longest = |secret: &String| {
+            let most = text.len().min(secret.len() - 1);
+            (SHORTEST_BEGINNING..=most).rev().find(|length| text.ends_with(&secret.as_bytes()[..*length]))
+        };
+        self.0.iter().filter_map(longest).max().map(|length| text.len() - length)
     }
 
     pub fn bytes(&self, mut bytes: Vec<u8>) -> Vec<u8> {
@@ -72,6 +91,9 @@ impl Blot {
                 bytes.splice(from + at..from + at + secret.len(), BLOT.bytes());
                 from += at + BLOT.len();
             }
+        }
+        if let Some(at) = self.begins_at(&bytes) {
+            bytes.splice(at.., BLOT.bytes());
         }
         bytes
     }
@@ -97,6 +119,9 @@ mod tests {
             ("token swordfish, or sw%6Frdfish", "token ***, or ***"),
             ("authorization: Bearer hunter22; hunter22", "authorization: ***; ***"),
             ("json services", "json services"),
+            ("your key was hunte", "your key was ***"),
+            ("your key was hun", "your key was hun"),
+            ("cut off: B0-secret%2Dpa", "cut off: ***"),
             (r#"{"authorization":"Basic Q0F\/xyz="}"#, r#"{"authorization":"***"}"#),
         ] {
             assert_eq!(blot.text(said.to_owned()), kept);

@@ -127,6 +127,15 @@ pub fn without_password(url: &str) -> String {
         None if scheme.is_empty() && ![".db", ".sqlite", ".sqlite3"].iter().any(|end| url.ends_with(end)) => {
             "***".to_owned()
         }
+        // What stands where a port would, and is none, is a password whose `@` was forgotten or written as %40.
+        None if !scheme.starts_with("sqlite") => {
+            let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+            match authority.rsplit_once(':').filter(|(_, port)| !port.bytes().all(|b| b.is_ascii_digit() || b == b']'))
+            {
+                Some(_) => format!("{scheme}{}:***", rest.split(':').next().unwrap_or_default()),
+                None => url.to_owned(),
+            }
+        }
         _ => url.to_owned(),
     };
     let lower = shown.to_ascii_lowercase();
@@ -446,6 +455,12 @@ mod tests {
             ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&passw***"),
             ("host=db password=s3cret", "***"),
             ("app:s3cret@db", "app:***@db"),
+            ("postgres://app:s3cret%40db/app", "postgres://app:***"),
+            ("mysql://app:s3cret", "mysql://app:***"),
+            ("postgres://db:5432/app", "postgres://db:5432/app"),
+            ("postgres://[::1]:5432/app", "postgres://[::1]:5432/app"),
+            ("mysql://[::1]/app", "mysql://[::1]/app"),
+            ("sqlite://a:b/c.db", "sqlite://a:b/c.db"),
         ] {
             assert_eq!(without_password(url), shown);
         }

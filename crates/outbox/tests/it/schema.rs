@@ -207,6 +207,14 @@ async fn view_memory_has_the_specs_words(db: Database) {
 
 const ORDERS: &str = "id, idempotency_key, order_request_json, request_digest, status, attempts, last_error_code, last_error_msg, locked_by, locked_at, created_at, updated_at, expires_at, next_run_at";
 
+/// Whoever looks with the library of a distribution sees the same as with ours.
+#[test]
+fn views_of_sqlite_ask_nothing_of_a_newer_library() {
+    let views = include_str!("../../migrations/sqlite/views.sql");
+    // Since 3.42: unixepoch('subsec'), which an older one takes for NULL.
+    assert!(!views.contains("unixepoch("), "julianday and strftime are old enough");
+}
+
 async fn view_orders_has_the_specs_words(db: Database) {
     let order = |n: u32| NewMessage::json("orders", &serde_json::json!({ "n": n })).key(format!("key {n}"));
     let mut ids = vec![db.put_sent(order(0)).await, db.put_dead(order(1)).await];

@@ -15,6 +15,7 @@ use crate::config::values::parse_duration;
 use crate::failure::{Ending, Failure, Result, complain};
 use crate::http::check_headers;
 use crate::output::{Output, count, print};
+use crate::secret;
 use crate::signals::interruption;
 
 /// Messages of one transaction at most, and their bytes.
@@ -135,8 +136,9 @@ fn told(sum: &Sum) -> String {
 
 fn parse(lane: &str, rules: &LaneRules, line: &str) -> Result<NewMessage, String> {
     let line: Line = serde_json::from_str(line).map_err(|e| {
+        let why = secret::without_value(&e.to_string());
         format!(
-            "{e}; write {{\"payload\": …}} with key, target, active_key, delay, deliver_before and headers as needed"
+            "{why}; write {{\"payload\": …}} with key, target, active_key, delay, deliver_before and headers as needed"
         )
     })?;
     let raw = line.payload.get();

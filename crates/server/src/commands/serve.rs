@@ -175,6 +175,7 @@ fn within_file_limit(limits: &Limits) -> Limits {
 fn fitting(limits: &Limits, files: usize) -> Limits {
     let most = files.saturating_sub(http::RESERVE + OTHER_FILES).max(files / 4).clamp(1, limits.slots.most);
     let mut fitting = limits.clone();
+    fitting.slots.reserve = fitting.slots.reserve.min((files / 8).max(1));
     if limits.slots.per_peer > 0 {
         fitting.slots.per_peer = (limits.slots.per_peer * most / limits.slots.most).max(1);
     }
@@ -191,6 +192,7 @@ mod tests {
         let few = fitting(&Limits::default(), 4096);
         assert_eq!((few.slots.most, few.slots.per_peer), (3328, 832));
         let fewer = fitting(&Limits::default(), 256);
-        assert_eq!((fewer.slots.most, fewer.slots.per_peer), (64, 16));
+        assert_eq!((fewer.slots.most, fewer.slots.per_peer, fewer.slots.reserve), (64, 16, 32));
+        assert_eq!(few.slots.reserve, 256);
     }
 }

@@ -50,8 +50,9 @@ pub async fn run(config: &Config, args: cli::Webhooks, output: Output) -> Result
 }
 
 fn header(text: &str) -> Result<(String, String)> {
-    let (name, value) =
-        text.split_once(':').ok_or_else(|| Failure::usage(format!("write --header 'Name: value', not `{text}`")))?;
+    let (name, value) = text
+        .split_once(':')
+        .ok_or_else(|| Failure::usage("write --header 'Name: value'; there is one without a colon"))?;
     Ok((name.trim().to_owned(), value.trim().to_owned()))
 }
 

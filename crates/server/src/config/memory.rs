@@ -38,7 +38,12 @@ pub(super) fn read(place: &Place, keys: &MemoryKeys) -> Result<MemoryConfig> {
             let wrong = || place.wrong(given.span(), "url is where OpenMemory is, like \"http://127.0.0.1:8080\"");
             let url = Url::parse(given.get_ref()).map_err(|_| wrong())?;
             let web = matches!(url.scheme(), "http" | "https") && url.has_host();
-            if !web || url.query().is_some() || url.fragment().is_some() || !url.username().is_empty() {
+            if !web
+                || url.query().is_some()
+                || url.fragment().is_some()
+                || !url.username().is_empty()
+                || url.password().is_some()
+            {
                 return Err(wrong());
             }
             Some(url)

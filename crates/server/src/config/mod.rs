@@ -134,7 +134,8 @@ impl Config {
         };
         let variable = |name: &str| std::env::var(name).ok();
         let mut config = read(&path, &text, variable)?;
-        if without_password(&config.database) != config.database && others_may_read(&path) {
+        let stands_here = !config.database.is_empty() && !secret::is_reference(&config.database);
+        if stands_here && without_password(&config.database) != config.database && others_may_read(&path) {
             let file = path.display();
             config.warnings.push(format!(
                 "{file} holds the password of the database and can be read by others; `chmod 600 {file}`, or write database = \"env:NAME\""
@@ -219,18 +220,13 @@ impl Place<'_> {
         }
         let start = self.text.get(..at.start).and_then(|before| before.rfind('\n')).map_or(0, |n| n + 1);
         let line = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or("");
-        let key = line.split_once('=').map_or(String::new(), |(key, _)| format!("{}: ", key.trim()));
+        // Of a line that is wrong in itself, what stands before the first `=` may be a part of the value.
+        let is_key = |key: &str| key.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+        let key = line.split_once('=').map(|(key, _)| key.trim()).filter(|key| is_key(key));
+        let key = key.map_or(String::new(), |key| format!("{key}: "));
         // What the parser makes of `courier = noop`.
         let hint = if error.message().starts_with("invalid float") { "; text needs quotes" } else { "" };
-        self.wrong(at, format!("{key}{}{hint}", without_value(error.message()).replace('\n', "; ")))
-    }
-}
-
-/// What the parser says of a text where something else belongs, without the text: it may be a secret.
-fn without_value(message: &str) -> String {
-    match (message.find("string \""), message.rfind("\", expected")) {
-        (Some(from), Some(to)) if from < to => format!("{}string{}", &message[..from], &message[to + 1..]),
-        _ => message.to_owned(),
+        self.wrong(at, format!("{key}{}{hint}", secret::without_value(error.message()).replace('\n', "; ")))
     }
 }
 
@@ -349,10 +345,17 @@ fn read(path: &Path, text: &str, variable: impl Fn(&str) -> Option<String>) -> R
             .and_then(|()| secret::resolve(given.get_ref()))
             .map_err(|e| place.wrong(given.span(), e))
     });
-    let otlp_endpoint = endpoint.transpose()?.or_else(|| {
-        let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
-        given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"))
-    });
+    let otlp_endpoint = match endpoint.transpose()? {
+        Some(endpoint) => Some(endpoint),
+        None => {
+            let given =
+                |name: &'static str| variable(name).filter(|value| !value.trim().is_empty()).map(|url| (name, url));
+            let named = given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"));
+            // It is kept elsewhere already, so a parameter may be a secret; credentials would not be sent.
+            let checked = named.map(|(name, url)| plain::without_credentials(name, &url).map(|()| url));
+            checked.transpose().map_err(Failure::usage)?
+        }
+    };
     if let Some(keys) = &file.tls
         && [&keys.get_ref().cert, &keys.get_ref().key].iter().any(|text| text.contains("-----BEGIN"))
     {
@@ -416,6 +419,7 @@ fn http(place: &Place, keys: &HttpKeys) -> Result<Limits> {
             most: keys.max_connections.map_or(usual.slots.most, |n| n.0 as usize),
             per_peer: keys.max_connections_per_peer.map_or(usual.slots.per_peer, |n| n.0 as usize),
             trusted: keys.trusted_proxies.iter().map(range).collect::<Result<_>>()?,
+            reserve: usual.slots.reserve,
         },
         patience: Patience {
             idle: keys.idle_timeout_sec.map_or(usual.patience.idle, |s| s.0),

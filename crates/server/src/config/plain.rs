@@ -25,8 +25,18 @@ const SECRET: [&str; 15] = [
     "sig",
     "token",
 ];
+/// The same at the end of a name.
+const LAST: [&str; 7] = ["jwt", "otp", "pass", "pin", "psw", "sign", "pat"];
 /// The same within a longer word.
-const WITHIN: [&str; 11] = [
+const WITHIN: [&str; 19] = [
+    "account-key",
+    "app-key",
+    "app_key",
+    "appkey",
+    "client-key",
+    "client_key",
+    "license-key",
+    "signing-key",
     "apikey",
     "api-key",
     "api_key",
@@ -60,6 +70,7 @@ const VALUES: [&str; 12] = [
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| SECRET.contains(&word))
+        || name.rsplit(|c: char| !c.is_ascii_alphanumeric()).next().is_some_and(|word| LAST.contains(&word))
         || WITHIN.iter().any(|word| name.contains(word))
         || ["token", "secret", "password"].iter().any(|word| name.contains(word))
 }
@@ -77,17 +88,23 @@ pub fn header(name: &str, value: &str) -> Result<String, String> {
 /// kept elsewhere.
 pub fn url(key: &str, text: &str) -> Result<(), String> {
     let resolved = secret::resolve(text)?;
+    without_credentials(key, &resolved)?;
     // What is no URL is refused by whoever reads it.
     let Ok(url) = Url::parse(&resolved) else { return Ok(()) };
-    if !url.username().is_empty() || url.password().is_some() {
-        return Err(format!(
-            "{key} has credentials in it, which are not sent; send them as a header: headers = {{ Authorization = \"env:NAME\" }}"
-        ));
-    }
     match url.query_pairs().find(|(name, _)| is_secret(name) || PARAMETERS.contains(&&*name.to_ascii_lowercase())) {
         Some((name, _)) if !secret::is_reference(text) => {
             Err(format!("the parameter `{name}` of {key} looks like a secret; for the whole URL, {KEEP}"))
         }
+        _ => Ok(()),
+    }
+}
+
+/// Nobody would send those of a URL.
+pub fn without_credentials(key: &str, url: &str) -> Result<(), String> {
+    match Url::parse(url) {
+        Ok(url) if !url.username().is_empty() || url.password().is_some() => Err(format!(
+            "{key} has credentials in it, which are not sent; send them as a header: headers = {{ Authorization = \"env:NAME\" }}"
+        )),
         _ => Ok(()),
     }
 }
@@ -115,11 +132,24 @@ mod tests {
             ("X-Functions-Key", "canary"),
             ("X-Private-Key", "canary"),
             ("X-Passphrase", "canary"),
+            ("X-Pass", "canary"),
+            ("X-PIN", "canary"),
+            ("X-JWT", "canary"),
+            ("X-App-Key", "canary"),
+            ("X-Client-Key", "canary"),
+            ("X-License-Key", "canary"),
+            ("X-Webhook-Signing-Key", "canary"),
         ] {
             let refused = header(name, value).unwrap_err();
             assert!(refused.contains("env:NAME") && !refused.contains("canary"), "{name}: {refused}");
         }
-        for (name, value) in [("X-Author", "ann"), ("X-Source", "erp"), ("X-Key", "a"), ("Accept", "text/plain")] {
+        for (name, value) in [
+            ("X-Author", "ann"),
+            ("X-Source", "erp"),
+            ("X-Key", "a"),
+            ("X-Pass-Through", "1"),
+            ("Accept", "text/plain"),
+        ] {
             assert_eq!(header(name, value).as_deref(), Ok(value), "{name}");
         }
         assert_eq!(header("Authorization", "exec:echo hush").as_deref(), Ok("hush"));
@@ -131,6 +161,8 @@ mod tests {
             "https://h/?key=canary",
             "https://h/?code=canary",
             "https://h/?pwd=canary",
+            "https://h/?pass=canary",
+            "https://:canary@h.example/",
         ] {
             let refused = url("url", bad).unwrap_err();
             assert!(!refused.contains("canary"), "{refused}");

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
-use super::slots::{Rules, Slots};
+use super::slots::{RESERVE, Rules, Slots};
 use super::traffic::{Judgement, Outgoing, Patience, Traffic, UnderWay, Wire};
 
 /// What one server bears.
@@ -34,7 +34,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Limits {
-            slots: Rules { most: 10_000, per_peer: 2500, trusted: vec![] },
+            slots: Rules { most: 10_000, per_peer: 2500, trusted: vec![], reserve: RESERVE },
             patience: Patience { idle: Duration::from_secs(15), write: Duration::from_secs(30) },
         }
     }

@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
+use crate::secret::without_value;
 use crate::writes;
 
 tokio::task_local! {
@@ -46,9 +47,24 @@ pub struct ErrorDetail {
 /// Seconds after which a database that is away is worth another try.
 pub(super) const RETRY_AFTER: HeaderValue = HeaderValue::from_static("2");
 
+/// Characters of a message: who sends a megabyte is not to get it back.
+const LONGEST: usize = 2000;
+
+/// What a parser says of what somebody sent, without the text that it repeats, which may be a secret.
+pub fn bounded(message: &str) -> String {
+    cut(&without_value(message), 300)
+}
+
+fn cut(text: &str, most: usize) -> String {
+    match text.char_indices().nth(most) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text.to_owned(),
+    }
+}
+
 impl Refusal {
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Refusal { status, code, message: message.into(), details: Map::new() }
+        Refusal { status, code, message: cut(&message.into(), LONGEST), details: Map::new() }
     }
 
     pub fn invalid(message: impl Into<String>) -> Self {
@@ -152,19 +168,19 @@ impl From<JsonRejection> for Refusal {
                 "UNSUPPORTED_MEDIA_TYPE",
                 "send JSON, with `Content-Type: application/json`",
             ),
-            other => Refusal::invalid(other.body_text()),
+            other => Refusal::invalid(bounded(&other.body_text())),
         }
     }
 }
 
 impl From<QueryRejection> for Refusal {
     fn from(rejection: QueryRejection) -> Self {
-        Refusal::invalid(rejection.body_text())
+        Refusal::invalid(bounded(&rejection.body_text()))
     }
 }
 
 impl From<PathRejection> for Refusal {
     fn from(rejection: PathRejection) -> Self {
-        Refusal::invalid(rejection.body_text())
+        Refusal::invalid(bounded(&rejection.body_text()))
     }
 }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::{IntoParams, ToSchema};
 
-use super::error::{ErrorBody, ErrorDetail, Refusal};
+use super::error::{ErrorBody, ErrorDetail, Refusal, bounded};
 use super::request::{cursor, listing, page_of, seen_of_any_size};
 use super::{App, CORRELATION_ID, Caller, MOST_BODY};
 use crate::mcp;
@@ -292,7 +292,7 @@ pub async fn reconcile(
     let arguments = match arguments {
         Ok(arguments) => arguments,
         Err(e) => {
-            let refusal = Refusal::invalid(format!("the body is no object: {e}"));
+            let refusal = Refusal::invalid(format!("the body is no object: {}", bounded(&e.to_string())));
             return Answered::refused(refusal, correlation_id(&headers));
         }
     };
@@ -399,7 +399,7 @@ pub async fn mcp(
             Refusal::new(
                 StatusCode::UNPROCESSABLE_ENTITY,
                 "INVALID_ARGUMENTS",
-                format!("send {{\"tool\",\"arguments\"}}: {e}"),
+                format!("send {{\"tool\",\"arguments\"}}: {}", bounded(&e.to_string())),
             )
         };
         let id = correlation_id(&parts.headers);

@@ -53,7 +53,7 @@ use crate::tools::Tools;
 
 pub use accept::{Limits, serve};
 pub use auth::Caller;
-pub use error::Refusal;
+pub use error::{Refusal, bounded};
 pub use orders::ledger_view;
 pub use outbox::check_headers;
 pub use scrape::Scrape;

@@ -20,7 +20,7 @@ use super::accept::{Limits, serve};
 use super::auth::{bearer, not_forwarded, same_site};
 use super::error::Refusal;
 use super::health::livez;
-use super::slots::Rules;
+use super::slots::{RESERVE, Rules};
 use crate::metrics::Shared;
 use crate::tokens::{Scope, Tokens};
 
@@ -50,7 +50,7 @@ impl Scrape {
             .route("/livez", get(livez))
             .fallback(|| async { Refusal::not_found("there are only /metrics and /livez here") })
             .layer(from_fn(super::frame));
-        let slots = Rules { most: CONNECTIONS, per_peer: CONNECTIONS / 2, trusted: vec![] };
+        let slots = Rules { most: CONNECTIONS, per_peer: CONNECTIONS / 2, trusted: vec![], reserve: RESERVE };
         let limits = Limits { slots, ..Limits::default() };
         let until = async move { drop(stopped.wait_for(|stop| *stop).await) };
         Ok((address, tokio::spawn(serve(listener, None, router, limits, Duration::from_secs(1), until))))

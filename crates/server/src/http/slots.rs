@@ -21,6 +21,8 @@ pub struct Rules {
     pub per_peer: usize,
     /// Whoever speaks for many is not counted.
     pub trusted: Vec<Cidr>,
+    /// Beyond `most`, for probes.
+    pub reserve: usize,
 }
 
 #[derive(Default)]
@@ -105,9 +107,9 @@ impl Slots {
             }
             return Slot { slots: self.clone(), peer, reserved: None };
         }
-        if reserve >= RESERVE_PER_PEER {
+        if reserve >= RESERVE_PER_PEER.min(self.rules.reserve.div_ceil(4)) {
             taken.make_room(|other| other.peer == peer);
-        } else if taken.reserve.len() >= RESERVE {
+        } else if taken.reserve.len() >= self.rules.reserve {
             taken.make_room(|_| true);
         }
         if let Some(peer) = peer {
@@ -168,7 +170,7 @@ mod tests {
 
     fn slots(most: usize, per_peer: usize, trusted: &[&str]) -> Arc<Slots> {
         let trusted = trusted.iter().map(|range| range.parse().unwrap()).collect();
-        Slots::new(Rules { most, per_peer, trusted })
+        Slots::new(Rules { most, per_peer, trusted, reserve: RESERVE })
     }
 
     fn enter(slots: &Arc<Slots>, address: &str) -> Slot {

@@ -32,6 +32,39 @@ fn what_a_lane_cannot_take() {
     home.enqueue(&["log", "--payload-file", "limit", "--key", &"k".repeat(255)]);
 }
 
+/// What was put in the wrong place may be a secret, or a megabyte.
+#[test]
+fn what_is_refused_is_not_repeated() {
+    let home = Home::sqlite();
+    let server = Server::start(&home, &["--no-workers"]);
+    let json = [("content-type", "application/json")];
+    let subscription =
+        r#"{"url": "https://h.example/", "event_types": ["*"], "headers": "Authorization: Bearer canary"}"#;
+    let long = "x".repeat(1 << 20);
+    let long_name = format!(r#"{{"{long}": 1}}"#);
+    let long_delay = format!(r#"{{"messages": [{{"payload": 1, "delay": "{long}"}}]}}"#);
+    for (path, body) in [
+        ("/v1/subscriptions", subscription),
+        ("/v1/subscriptions", &long_name),
+        ("/v1/events", &long_name),
+        ("/v1/outbox/log/batch", &long_delay),
+        ("/do/order", &long_name),
+    ] {
+        let headers = [json[0], ("idempotency-key", "k")];
+        let answer = server.post(path, &headers, body);
+        assert!((400..500).contains(&answer.status), "{path}: {}", answer.status);
+        assert!(!answer.body.contains("canary") && answer.body.len() < 10_000, "{path}: {} bytes", answer.body.len());
+    }
+    home.write("lines", r#"{"payload": 1, "headers": "X-Api-Key: canary"}"#);
+    for args in [
+        &["enqueue", "log", "--ndjson", "lines"][..],
+        &["webhooks", "subscribe", "--url", "https://h.example/", "--header", "X-Api-Key=canary"],
+    ] {
+        let answer = home.run(args);
+        assert!(answer.code != 0 && !answer.stderr.contains("canary"), "{answer:?}");
+    }
+}
+
 #[test]
 fn databases_that_are_not_there() {
     let home = Home::sqlite();

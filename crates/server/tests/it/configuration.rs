@@ -78,6 +78,17 @@ fn who_could_listen_or_read_the_password_is_told() {
     mode(0o600);
     let closed = told(&["config", "check"]);
     assert!(!closed.contains("can be read by others") && !closed.contains("is reached"), "{closed}");
+    // What has no password, or follows the advice, is not warned of.
+    mode(0o644);
+    for fine in
+        ["", "database = \"env:DB_OF_THIS_TEST\"\n", "database = \"file:db.url\"\n", "database = \"sqlite://a.db\"\n"]
+    {
+        home.write("db.url", "postgres://u:canary-password@127.0.0.1:1/a").write("postrider.toml", fine);
+        let mut command = home.command(&["config", "check"]);
+        command.env_remove("POSTRIDER_DATABASE").env("DB_OF_THIS_TEST", "sqlite://a.db");
+        let output = command.output().unwrap();
+        assert!(!String::from_utf8_lossy(&output.stderr).contains("can be read by others"), "{fine}: {output:?}");
+    }
     // Nobody answers there; it is said before anybody is asked.
     home.write("postrider.toml", "database = \"mysql://u:canary-password@192.0.2.1:1/a\"\n");
     let check = told(&["config", "check"]);

@@ -125,6 +125,16 @@ async fn a_black_hole_delays_nobody() {
     assert!(slowest < Duration::from_secs(4), "a healthy one waited {slowest:?} behind a hole that takes 5 s each");
 }
 
+/// Who asks for a test over HTTP has an answer in time, however long the subscription may wait.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_test_waits_no_longer_than_it_may() {
+    let home = Home::on(scratch::sqlite(), settings()).await;
+    let hole = raw(vec![], b"").await;
+    let (subscription, _) = home.subscribe_with(&hole, &["*"], |s| s.timeout_ms = Some(120_000)).await;
+    let seen = home.webhooks.test_within(subscription.id, Duration::from_millis(200)).await.unwrap().unwrap();
+    assert_eq!((&seen["success"], &seen["error_code"]), (&false.into(), &"TIMEOUT".into()), "{seen}");
+}
+
 /// A thousand subscriptions are no longer under way than the one that never answers may take for a single attempt.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn row_41_one_black_hole_among_a_thousand() {

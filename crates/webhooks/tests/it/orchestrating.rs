@@ -14,6 +14,7 @@ on_every_store!(
     ended_sagas_events_and_attempts_refuse_raw_sql,
     one_live_job_per_saga,
     a_rate_holds_and_burns_no_attempts,
+    a_rate_below_one_a_second_lets_them_through_one_by_one,
     only_so_many_are_in_flight,
     several_orchestrators_and_workers_share_the_work,
     a_replay_sends_again_what_it_is_asked_to,
@@ -226,6 +227,17 @@ async fn a_rate_holds_and_burns_no_attempts(home: Home) {
     assert!((8.0..23.0).contains(&rate), "{rate} a second instead of 20");
     wait_until("all end", async || home.count("webhook_delivery_sagas WHERE status = 'Completed'").await == 240).await;
     assert_eq!(home.count("webhook_delivery_sagas WHERE attempt_count <> 1").await, 0);
+}
+
+/// The one through which nothing has passed yet, too.
+async fn a_rate_below_one_a_second_lets_them_through_one_by_one(home: Home) {
+    let receiver = Receiver::with_status(200).await;
+    home.subscribe_with(&receiver.url, &["*"], |s| s.rate_per_sec = Some(0.25)).await;
+    publish_many(&home, 2).await;
+    let begun = Instant::now();
+    let _working = home.work();
+    wait_until("the second has passed, too", async || receiver.got().len() == 2).await;
+    assert!(begun.elapsed() > Duration::from_secs(3), "after {:?}", begun.elapsed());
 }
 
 async fn only_so_many_are_in_flight(home: Home) {

@@ -15,9 +15,9 @@ use postrider_webhooks::{NewSubscription, Patch, Subscription, SubscriptionStatu
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::error::{ErrorBody, Refusal};
+use super::super::error::{ErrorBody, Refusal, bounded};
 use super::super::request::{Body, Id, cursor, id_of, listing, no, page_of, seen_of_any_size};
-use super::super::{App, Caller};
+use super::super::{App, Caller, DEADLINE};
 use crate::config::values::parse_duration;
 use crate::tokens::Scope;
 
@@ -335,7 +335,7 @@ pub async fn rotate_secret(
     // Nothing at all is fine.
     let rotation: Rotation = match body.is_empty() {
         true => Rotation::default(),
-        false => serde_json::from_slice(&body).map_err(|e| Refusal::invalid(e.to_string()))?,
+        false => serde_json::from_slice(&body).map_err(|e| Refusal::invalid(bounded(&e.to_string())))?,
     };
     let overlap = rotation.overlap.as_deref().map(parse_duration).transpose().map_err(Refusal::invalid)?;
     let overlap = overlap.unwrap_or(Duration::from_secs(24 * 3600));
@@ -364,7 +364,8 @@ pub struct TestResult {
 )]
 pub async fn test(State(app): State<Arc<App>>, path: Id) -> Result<Json<TestResult>, Refusal> {
     let id = id_of(path)?;
-    let seen = app.webhooks.test(id).await?.ok_or_else(|| no("subscription", id))?;
+    let seen =
+        app.webhooks.test_within(id, DEADLINE - Duration::from_secs(2)).await?.ok_or_else(|| no("subscription", id))?;
     let text = |key: &str| seen[key].as_str().map(str::to_owned);
     Ok(Json(TestResult {
         success: seen["success"] == true,
