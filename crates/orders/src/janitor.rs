@@ -6,7 +6,7 @@ use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Dialect, Tx, in_ids};
+use postrider::tx::{Dialect, Tx, delete_by};
 
 use crate::decide::code;
 use crate::ledger::{self, Entry, in_keys, key_hash};
@@ -77,10 +77,10 @@ async fn reap_strangers(tx: &mut (dyn Tx + Send), ttl: Duration) -> Result<usize
     let ids: Vec<i64> = rows.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     if !ids.is_empty() {
         permit(tx, "prune").await?;
-        for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {
+        for of in [("outbox_done", "id"), ("outbox_attempts", "outbox_id")] {
             let mut params = Vec::new();
-            let list = in_ids(dialect, &ids, &mut params);
-            tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
+            let sql = delete_by(dialect, of, &ids, &mut params);
+            tx.execute(&sql, &params).await?;
         }
         withdraw_permit(tx).await?;
     }
@@ -108,10 +108,10 @@ pub(crate) async fn reap(tx: &mut (dyn Tx + Send), over: &[&Entry]) -> Result<()
         tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
     }
     ledger::forget_keys(tx, &keys).await?;
-    for what in ["outbox_done WHERE id", "outbox_attempts WHERE outbox_id"] {
+    for of in [("outbox_done", "id"), ("outbox_attempts", "outbox_id")] {
         let mut params = Vec::new();
-        let list = in_ids(dialect, &ids, &mut params);
-        tx.execute(&format!("DELETE FROM {what} {list}"), &params).await?;
+        let sql = delete_by(dialect, of, &ids, &mut params);
+        tx.execute(&sql, &params).await?;
     }
     withdraw_permit(tx).await
 }

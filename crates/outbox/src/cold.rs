@@ -9,7 +9,7 @@ use crate::lease::{Hold, LAST_TOKEN, Lease};
 use crate::message::{Sha, cut_code};
 use crate::outcome::{GiveBack, LeaseState, code};
 use crate::permit::{permit, withdraw_permit};
-use crate::settle::{by_id, for_update, in_ids, skip_locked};
+use crate::settle::{by_id, delete_by, for_update, in_ids, skip_locked};
 use crate::store::{Prune, Pruned, Retried};
 use crate::time::{Timestamp, micros_of};
 use crate::tx::{Dialect, Row, Tx, Value};
@@ -306,16 +306,16 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
     ids.sort_unstable();
     if !ids.is_empty() {
         permit(tx, "prune").await?;
-        for table in [
-            "outbox_done WHERE id",
-            "outbox_attempts WHERE outbox_id",
-            "outbox_dedup WHERE outbox_id",
-            "postrider_former_keys WHERE outbox_id",
+        for of in [
+            ("outbox_done", "id"),
+            ("outbox_attempts", "outbox_id"),
+            ("outbox_dedup", "outbox_id"),
+            ("postrider_former_keys", "outbox_id"),
         ] {
             let mut params = Vec::new();
-            let list = in_ids(dialect, &ids, &mut params);
-            let gone = tx.execute(&format!("DELETE FROM {table} {list}"), &params).await?;
-            if table.starts_with("outbox_done") {
+            let sql = delete_by(dialect, of, &ids, &mut params);
+            let gone = tx.execute(&sql, &params).await?;
+            if of.0 == "outbox_done" {
                 messages = gone;
             }
         }
@@ -334,8 +334,8 @@ pub(crate) async fn prune_audit(tx: &mut (dyn Tx + Send), older_than: Duration, 
     let ids: Vec<i64> = tx.query(&sql, &[old.into()]).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     if !ids.is_empty() {
         let mut params = Vec::new();
-        let list = in_ids(tx.dialect(), &ids, &mut params);
-        tx.execute(&format!("DELETE FROM write_audit WHERE audit_id {list}"), &params).await?;
+        let sql = delete_by(tx.dialect(), ("write_audit", "audit_id"), &ids, &mut params);
+        tx.execute(&sql, &params).await?;
     }
     Ok(ids.len())
 }

@@ -9,7 +9,7 @@ use crate::active_keys;
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::permit::{permit, withdraw_permit};
-use crate::settle::{for_update, in_ids};
+use crate::settle::{delete_by, for_update, in_ids};
 use crate::store::Requeued;
 use crate::time::Timestamp;
 use crate::tx::{Dialect, Row, Tx, Value};
@@ -149,8 +149,8 @@ fn key_column(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Mysql { "`key`" } else { "key" }
 }
 
-/// A message that lost its key takes it back, if it is free; if another live message has it, that is the answer. A key that
-/// belongs to what has ended stays there until it is over, and the message comes back without one.
+/// A message that lost its key takes it back, if it is free; if another has it that lives, or is dead and may come back with
+/// it, that is the answer. A key of what was sent stays there until it is over, and the message comes back without one.
 async fn take_back(
     tx: &mut (dyn Tx + Send),
     former: &Row,
@@ -187,7 +187,12 @@ async fn take_back(
     if live || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.int(0)?.into()]).await?.is_empty() {
         return Ok(Some(Requeued::Conflict));
     }
-    if holder.bool(1)? {
+    let is_over = holder.bool(1)?;
+    let dead = "SELECT 1 FROM outbox_done WHERE id = ? AND status = 'dead'";
+    if !is_over && !tx.query(dead, &[holder.int(0)?.into()]).await?.is_empty() {
+        return Ok(Some(Requeued::Conflict));
+    }
+    if is_over {
         let sql =
             format!("UPDATE outbox_keys SET outbox_id = ?, digest = ?, expires_at = ? WHERE lane = ? AND {key} = ?");
         tx.execute(&sql, &[id.clone(), digest.clone(), expires_at, lane.clone(), name.clone()]).await?;
@@ -227,9 +232,9 @@ async fn move_back(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<Vec<i64>> {
     let back = ids_of(&tx.query(&format!("SELECT id FROM outbox WHERE id {list}"), &params).await?)?;
     let back: Vec<i64> = ids.iter().copied().filter(|id| back.contains(id)).collect();
     let mut params = Vec::new();
-    let list = in_ids(dialect, &back, &mut params);
+    let sql = delete_by(dialect, ("outbox_done", "id"), &back, &mut params);
     permit(tx, "requeue").await?;
-    let gone = tx.execute(&format!("DELETE FROM outbox_done WHERE id {list}"), &params).await?;
+    let gone = tx.execute(&sql, &params).await?;
     withdraw_permit(tx).await?;
     if inserted != back.len() as u64 || gone != inserted {
         return Err(Error::database(format!(

@@ -25,21 +25,19 @@ pub(crate) fn by_id(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Mysql { "outbox FORCE INDEX (PRIMARY)" } else { "outbox" }
 }
 
-/// Takes messages out, found by primary key and nothing else: of a small table MySQL would read every row, and wait for those
-/// that others have locked.
-async fn delete_by_id(tx: &mut (dyn Tx + Send), ids: &[i64]) -> Result<u64> {
-    let mut params = Vec::new();
-    let sql = match tx.dialect() {
+/// Deletes the rows of these ids, found by the column's index and nothing else: of a small table MySQL would read every row,
+/// and wait for those that others have locked.
+pub fn delete_by(dialect: Dialect, (table, column): (&str, &str), ids: &[i64], params: &mut Vec<Value>) -> String {
+    match dialect {
         Dialect::Mysql => {
             let list: Vec<String> = ids.iter().map(i64::to_string).collect();
             format!(
-                "DELETE o FROM JSON_TABLE('[{}]', '$[*]' COLUMNS (id BIGINT PATH '$')) t STRAIGHT_JOIN outbox o ON o.id = t.id",
+                "DELETE o FROM JSON_TABLE('[{}]', '$[*]' COLUMNS (id BIGINT PATH '$')) t STRAIGHT_JOIN {table} o ON o.{column} = t.id",
                 list.join(",")
             )
         }
-        dialect => format!("DELETE FROM outbox WHERE id {}", in_ids(dialect, ids, &mut params)),
-    };
-    tx.execute(&sql, &params).await
+        dialect => format!("DELETE FROM {table} WHERE {column} {}", in_ids(dialect, ids, params)),
+    }
 }
 
 /// `IN (…)` over ids. Binds what it needs; MySQL gets literals (they are numbers) and so no prepared statement per length.
@@ -325,7 +323,9 @@ async fn record_ends(tx: &mut (dyn Tx + Send), rules: &LaneRules, won: &[&Settle
     let forgotten = if rules.history { sent.collect() } else { ended.clone() };
     forget_attempts(tx, rules, forgotten).await?;
     if !ended.is_empty() {
-        let gone = delete_by_id(tx, &ended).await?;
+        let mut params = Vec::new();
+        let sql = delete_by(tx.dialect(), ("outbox", "id"), &ended, &mut params);
+        let gone = tx.execute(&sql, &params).await?;
         if gone != ended.len() as u64 {
             return Err(Error::database(format!("{gone} of {} ended messages were taken out", ended.len())));
         }
@@ -339,9 +339,8 @@ async fn forget_attempts(tx: &mut (dyn Tx + Send), rules: &LaneRules, ids: Vec<i
         return Ok(());
     }
     let mut params = Vec::new();
-    let list = in_ids(tx.dialect(), &ids, &mut params);
-    tx.execute(&format!("DELETE FROM outbox_attempts WHERE outbox_id {list}"), &params).await?;
-    Ok(())
+    let sql = delete_by(tx.dialect(), ("outbox_attempts", "outbox_id"), &ids, &mut params);
+    tx.execute(&sql, &params).await.map(drop)
 }
 
 #[allow(clippy::too_many_arguments)]

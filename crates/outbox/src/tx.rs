@@ -284,7 +284,7 @@ pub(crate) fn numbered(sql: &str) -> std::borrow::Cow<'_, str> {
     out.into()
 }
 
-pub use crate::settle::{for_update, in_ids, skip_locked};
+pub use crate::settle::{delete_by, for_update, in_ids, skip_locked};
 
 /// Drives a future whose every step is ready at once (statements on an in-process SQLite connection).
 #[cfg(feature = "sqlite")]

@@ -67,6 +67,10 @@ fn allowed(registered: postrider::Result<()>) -> Result<()> {
             tracing::warn!(%error, "the lanes are not registered as configured here, and this user may not do so; run `postrider migrate` as the owner");
             Ok(())
         }
+        Err(error) if error.kind == Kind::Locked => {
+            tracing::warn!(%error, "the lanes are not registered as configured here, as somebody has their rows locked; the next start does so, or `postrider migrate`");
+            Ok(())
+        }
         other => Ok(other?),
     }
 }

@@ -31,6 +31,18 @@ pub fn print(text: &str) -> Result<()> {
     print_bytes(format!("{text}{end}").as_bytes())
 }
 
+/// Whoever reads it, or does not: what runs for long neither waits for that nor ends over it.
+pub fn print_aside(text: String) {
+    let write = move || {
+        if let Err(error) = print(&text) {
+            tracing::warn!(%error, "standard output takes nothing");
+        }
+    };
+    if std::thread::Builder::new().name("postrider-stdout".to_owned()).spawn(write).is_err() {
+        tracing::warn!("no thread to write to standard output with");
+    }
+}
+
 pub fn print_bytes(bytes: &[u8]) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|e| match e.kind() {

@@ -112,30 +112,38 @@ pub fn watch(outbox: &Outbox, mut stopped: watch::Receiver<bool>) -> tokio::task
 
 /// Writes a little something, and remembers what became of it.
 pub async fn probe(outbox: &Outbox) -> postrider::Result<()> {
-    let written = transact(&**outbox.store(), Mode::Write, |tx| {
-        Box::pin(async move {
-            let sql = match tx.dialect() {
-                Dialect::Mysql => {
-                    "INSERT INTO postrider_meta (name, value) VALUES ('written_at', ?) ON DUPLICATE KEY UPDATE value = VALUES(value)"
-                }
-                _ => {
-                    "INSERT INTO postrider_meta (name, value) VALUES ('written_at', ?) ON CONFLICT (name) DO UPDATE SET value = EXCLUDED.value"
-                }
-            };
-            // Something new each time: what is not changed is not written.
-            let value = postrider::clock::wall().to_string();
-            tx.execute(sql, &[value.into()]).await.map(drop)
-        })
-    });
-    let written = written.await;
+    let mut written = write(outbox, "written_at").await;
+    if written.as_ref().is_err_and(|error| error.kind == Kind::Locked) {
+        // Of one row somebody may have a lock, and no writer needs it.
+        written = write(outbox, "written_at_too").await;
+    }
     note(&written);
     if let Err(error) = &written
         && error.kind == Kind::Locked
     {
-        // Its row is nobody else's: all that is written waits, as while a backup has all tables locked.
+        // All that is written waits, as while a backup has all tables locked.
         last().note(Some(error.kind), Tick::now());
     }
     written
+}
+
+async fn write(outbox: &Outbox, name: &'static str) -> postrider::Result<()> {
+    transact(&**outbox.store(), Mode::Write, move |tx| {
+        Box::pin(async move {
+            let sql = match tx.dialect() {
+                Dialect::Mysql => {
+                    "INSERT INTO postrider_meta (name, value) VALUES (?, ?) ON DUPLICATE KEY UPDATE value = VALUES(value)"
+                }
+                _ => {
+                    "INSERT INTO postrider_meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = EXCLUDED.value"
+                }
+            };
+            // Something new each time: what is not changed is not written.
+            let value = postrider::clock::wall().to_string();
+            tx.execute(sql, &[name.into(), value.into()]).await.map(drop)
+        })
+    })
+    .await
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Dialect, Tx, Value, in_ids};
+use postrider::tx::{Dialect, Tx, Value, delete_by};
 
 use crate::decide::Status;
 use crate::{Webhooks, catalog};
@@ -68,12 +68,10 @@ async fn prune_sagas(tx: &mut (dyn Tx + Send), retention: Duration, after: i64) 
     }
     if !gone.is_empty() {
         permit(tx, "prune").await?;
-        for (table, column) in
-            [("webhook_attempts", "saga_id"), ("dead_letters", "saga_id"), ("webhook_delivery_sagas", "id")]
-        {
+        for of in [("webhook_attempts", "saga_id"), ("dead_letters", "saga_id"), ("webhook_delivery_sagas", "id")] {
             let mut params = Vec::new();
-            let list = in_ids(tx.dialect(), &gone, &mut params);
-            tx.execute(&format!("DELETE FROM {table} WHERE {column} {list}"), &params).await?;
+            let sql = delete_by(tx.dialect(), of, &gone, &mut params);
+            tx.execute(&sql, &params).await?;
         }
         withdraw_permit(tx).await?;
     }
@@ -96,8 +94,8 @@ async fn prune_events(tx: &mut (dyn Tx + Send), retention: i64) -> Result<usize>
     }
     permit(tx, "prune").await?;
     let mut params = Vec::new();
-    let list = in_ids(tx.dialect(), &gone, &mut params);
-    tx.execute(&format!("DELETE FROM events WHERE id {list}"), &params).await?;
+    let sql = delete_by(tx.dialect(), ("events", "id"), &gone, &mut params);
+    tx.execute(&sql, &params).await?;
     withdraw_permit(tx).await?;
     Ok(gone.len())
 }

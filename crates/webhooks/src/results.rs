@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use postrider::store::Mode;
-use postrider::tx::{Row, Tx, Value, in_ids};
+use postrider::tx::{Row, Tx, Value, delete_by, in_ids};
 use postrider::{Result, Timestamp, clock};
 
 use crate::catalog::Catalog;
@@ -139,8 +139,8 @@ impl Webhooks {
         let done = told.iter().filter(|result| !held_back.contains(&result.saga_id));
         let jobs: Vec<i64> = done.map(|result| result.job_id).collect();
         let mut params = Vec::new();
-        let list = in_ids(tx.dialect(), &jobs, &mut params);
-        tx.execute(&format!("DELETE FROM webhook_results WHERE job_id {list}"), &params).await?;
+        let sql = delete_by(tx.dialect(), ("webhook_results", "job_id"), &jobs, &mut params);
+        tx.execute(&sql, &params).await?;
         applied.results = jobs.len();
         if told.len() == BATCH && !held_back.is_empty() {
             applied.next = told.last().map_or(0, |last| last.job_id);

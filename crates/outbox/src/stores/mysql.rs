@@ -539,8 +539,9 @@ pub fn walk_sql(lane: &str, shard: u32, after: Option<Mark>, limit: u32, now: &s
     )
 }
 
-/// Most looks for candidates in one claim: each finds as many as are wanted, and another worker may take them first.
-const LOOKS: usize = 4;
+/// How often a claim looks further where others have rows locked, and at how many at first; each time at twice as many.
+const LOOKS: u32 = 8;
+const FURTHER: u32 = 64;
 
 /// Candidates, lock by primary key, update: one READ COMMITTED transaction.
 async fn claim_on(conn: &mut Conn, claim: &Claim, now: &str) -> Result<Claimed> {
@@ -579,18 +580,18 @@ async fn lock_candidates(
 ) -> Result<(Vec<Message>, bool)> {
     let own = if claim.from.adopts() { format!(" OR locked_by = {}", literal(&claim.owner)) } else { String::new() };
     let mut messages: Vec<Message> = Vec::with_capacity(candidates.len());
-    let mut wanted = claim.limit;
-    for _ in 0..LOOKS {
+    let (mut wanted, mut missing) = (claim.limit, claim.limit);
+    for round in 0..LOOKS {
         let sql = format!(
             "SELECT {CLAIMED} FROM outbox FORCE INDEX (PRIMARY) WHERE id IN ({}) AND due_at <= {now}
-             AND (lease_until IS NULL OR lease_until < {now}{own}) AND lease_token < {LAST_TOKEN} FOR UPDATE SKIP LOCKED",
+             AND (lease_until IS NULL OR lease_until < {now}{own}) AND lease_token < {LAST_TOKEN} LIMIT {missing} FOR UPDATE SKIP LOCKED",
             list(candidates.iter().map(|c| c.id))
         );
         let (rows, _) = run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
         for row in &rows {
             messages.push(message_of(row, claim)?);
         }
-        let missing = claim.limit.saturating_sub(messages.len() as u32);
+        missing = claim.limit.saturating_sub(messages.len() as u32);
         if missing == 0 {
             return Ok((messages, false));
         }
@@ -601,14 +602,17 @@ async fn lock_candidates(
             return Ok((messages, false));
         }
         let further = Mark { due_at: last.due_at, id: last.id + 1 };
-        let next = Claim { limit: missing, from: From::Mark(Some(further)), ..claim.clone() };
+        // However little is wanted: somebody may have a thousand rows locked.
+        wanted = missing.max(FURTHER << round);
+        let next = Claim { limit: wanted, from: From::Mark(Some(further)), ..claim.clone() };
         candidates = look(conn, &next, now).await?;
-        wanted = missing;
         if candidates.is_empty() {
             return Ok((messages, true));
         }
     }
-    Ok((messages, false))
+    // Whoever found nothing so far does not look again at once.
+    let nothing = messages.is_empty();
+    Ok((messages, nothing))
 }
 
 async fn update_claimed(conn: &mut Conn, claim: &Claim, now: &str, mut messages: Vec<Message>) -> Result<Claimed> {
@@ -723,8 +727,10 @@ async fn move_sent(
     let locked = active_keys::free(&mut MysqlTx { conn, skew: 0, begun: true, failed: false }, lane, &keys).await?;
     let won: Vec<&Settlement> = entries.iter().filter(|e| is_held(e) && !locked.contains(&e.lease.id)).collect();
     if !won.is_empty() {
-        let ids = list(won.iter().map(|e| e.lease.id));
+        let won_ids: Vec<i64> = won.iter().map(|e| e.lease.id).collect();
+        let gone = |of| settle::delete_by(Dialect::Mysql, of, &won_ids, &mut Vec::new());
         if keep {
+            let ids = list(won_ids.iter().copied());
             let references: String = won
                 .iter()
                 .filter_map(|e| match &e.verdict {
@@ -747,10 +753,9 @@ async fn move_sent(
         }
         if !keep {
             // A lane that keeps nothing of what was sent keeps no history of it either.
-            let sql = format!("DELETE FROM outbox_attempts WHERE outbox_id IN ({ids})");
-            run(conn, &sql, &[]).await.map_err(|e| classify(&e))?;
+            run(conn, &gone(("outbox_attempts", "outbox_id")), &[]).await.map_err(|e| classify(&e))?;
         }
-        expect_all(conn, &format!("DELETE FROM outbox WHERE id IN ({ids})"), won.len()).await?;
+        expect_all(conn, &gone(("outbox", "id")), won.len()).await?;
     }
     let answer = |e: &Settlement| match (is_held(e), locked.contains(&e.lease.id)) {
         (true, false) => Settled::Applied,
@@ -908,7 +913,7 @@ impl Store for MysqlStore {
     async fn transact(&self, mode: Mode, work: Work) -> Result<()> {
         let work = Arc::new(tokio::sync::Mutex::new(work));
         let done = rerun(self.deadline, mode != Mode::Work, || async {
-            let mut loan = self.pool.take().await?;
+            let mut loan = self.pool.take_for(mode).await?;
             let mut work = work.lock().await;
             let skew = self.skew.micros();
             let answer = self.pool.timed(in_transaction(&mut loan.connection, skew, &mut work)).await?;

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 use super::Options;
 use crate::clock::Tick;
 use crate::error::{Error, Kind, Result};
-use crate::store::Connections;
+use crate::store::{Connections, Mode};
 
 #[async_trait]
 pub(crate) trait Connect: Send + Sync + 'static {
@@ -27,6 +27,8 @@ pub(crate) struct Pool<C: Connect> {
     idle: Mutex<Vec<(C::Connection, Tick)>>,
     longest_idle: Duration,
     permits: Arc<Semaphore>,
+    /// For whom the engine does not wait: however many wait for somebody's lock, it has connections left.
+    guests: Arc<Semaphore>,
     size: usize,
     deadline: Duration,
 }
@@ -34,7 +36,16 @@ pub(crate) struct Pool<C: Connect> {
 /// A connection on loan. Dropped without [`Pool::give_back`], it is closed.
 pub(crate) struct Loan<C: Connect> {
     pub connection: C::Connection,
-    _permit: OwnedSemaphorePermit,
+    _permits: [Option<OwnedSemaphorePermit>; 2],
+}
+
+/// Connections that guests leave to the engine.
+fn reserve(size: usize) -> usize {
+    match size {
+        0 | 1 => 0,
+        2 | 3 => 1,
+        _ => 2,
+    }
 }
 
 impl<C: Connect> Pool<C> {
@@ -46,14 +57,28 @@ impl<C: Connect> Pool<C> {
             longest_idle,
             idle: Mutex::default(),
             permits: Arc::new(Semaphore::new(size)),
+            guests: Arc::new(Semaphore::new(size - reserve(size))),
             size,
             deadline,
         }
     }
 
     pub async fn take(&self) -> Result<Loan<C>> {
+        self.take_as(false).await
+    }
+
+    /// For the engine, or for a guest: what people and applications ask for, which may wait for somebody's lock.
+    pub async fn take_for(&self, mode: Mode) -> Result<Loan<C>> {
+        self.take_as(matches!(mode, Mode::Write | Mode::Look | Mode::Count)).await
+    }
+
+    async fn take_as(&self, guest: bool) -> Result<Loan<C>> {
+        let permits = async {
+            let guest = if guest { Some(self.guests.clone().acquire_owned().await?) } else { None };
+            Ok::<_, AcquireError>([guest, Some(self.permits.clone().acquire_owned().await?)])
+        };
         // Half of it: there must be time left for the work itself.
-        let wait = tokio::time::timeout(self.deadline / 2, self.permits.clone().acquire_owned());
+        let wait = tokio::time::timeout(self.deadline / 2, permits);
         let busy = || {
             Error::new(
                 Kind::Overloaded,
@@ -63,14 +88,14 @@ impl<C: Connect> Pool<C> {
                 ),
             )
         };
-        let permit = wait.await.map_err(|_| busy())?.map_err(|_| busy())?;
+        let permits = wait.await.map_err(|_| busy())?.map_err(|_| busy())?;
         loop {
             let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
             match idle {
                 Some((connection, since))
                     if C::is_open(&connection) && Tick::now().since(since) < self.longest_idle =>
                 {
-                    return Ok(Loan { connection, _permit: permit });
+                    return Ok(Loan { connection, _permits: permits });
                 }
                 Some(_) => {}
                 None => break,
@@ -80,7 +105,7 @@ impl<C: Connect> Pool<C> {
         let connection = connecting
             .await
             .map_err(|_| Error::new(Kind::Unreachable, "the database did not accept a connection in time"))??;
-        Ok(Loan { connection, _permit: permit })
+        Ok(Loan { connection, _permits: permits })
     }
 
     pub fn connections(&self) -> Connections {

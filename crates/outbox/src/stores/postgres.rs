@@ -812,7 +812,7 @@ impl Store for PostgresStore {
         let work = Arc::new(tokio::sync::Mutex::new(work));
         let skew = self.skew.micros();
         let done = rerun(self.deadline, mode != Mode::Work, || async {
-            let mut loan = self.pool.take().await?;
+            let mut loan = self.pool.take_for(mode).await?;
             let mut work = work.lock().await;
             let begin = self.begin.of(&loan.connection, mode == Mode::Look);
             let answer = self.pool.timed(in_transaction(&mut loan.connection, begin, skew, &mut work)).await?;

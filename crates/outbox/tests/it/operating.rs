@@ -109,6 +109,12 @@ async fn p8_requeue_respects_a_key_that_another_has(db: Database) {
     assert!(db.outbox.prune(prune).await.unwrap().keys > 0);
     let fourth = created(db.enqueue(NewMessage::new("brief", "y").key("pruned")).await);
     assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict], "{fourth} has its key");
+    // Dead, and so are those who came later under its key: of them the one that has it comes back, and no second one.
+    let lease = db.claim_ids("brief", "w", &[fourth]).await[0].lease();
+    db.settle("brief", "w", lease, dead("BAD")).await;
+    assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict], "{fourth} may come back with it");
+    assert_eq!(db.outbox.requeue(vec![fourth]).await.unwrap(), [Requeued::Requeued]);
+    assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict]);
 }
 
 async fn p8_requeue_and_enqueue_race_for_a_key_that_is_over(db: Database) {

@@ -14,7 +14,7 @@ use postrider::store::{Mode, Requeued, Status, transact};
 use postrider::tx::{Dialect, Tx};
 use postrider::worker::core::LaneSettings;
 use postrider::{
-    Courier, Enqueued, LaneRules, Lanes, NewMessage, OnSettled, Options, Outbox, Winner, Worker, courier, open,
+    Courier, Enqueued, LaneRules, Lanes, NewMessage, OnSettled, Options, Outbox, Result, Winner, Worker, courier, open,
 };
 
 use crate::harness::{Database, Raw, created, dead, lanes, on_every_store, retry, secs, until};
@@ -24,6 +24,7 @@ on_every_store! {
     p3_a_row_that_another_session_refers_to_keeps_its_lease,
     p3_a_history_read_with_locks_costs_no_lease,
     what_is_given_up_is_over_on_the_server_too,
+    a_crowd_of_locked_rows_at_the_head_stops_nobody_else,
     p9_a_caller_told_that_a_key_exists_stops_no_worker,
     p9_a_caller_told_that_an_active_key_exists_costs_no_lease,
     p9_a_key_newer_than_the_callers_snapshot_costs_no_lease,
@@ -36,6 +37,7 @@ on_every_store! {
     p8_a_refused_enqueue_from_sql_leaves_no_key_behind,
     a_read_sees_what_was_committed_before_it_was_asked,
     a_pool_in_use_is_told_as_such_and_in_time,
+    those_who_wait_for_a_lock_leave_connections_to_the_engine,
     p7_what_was_due_before_1970_is_due,
     p6_a_part_that_panics_costs_one_entry,
     p11_a_stop_in_the_last_attempt_ends_nothing,
@@ -187,6 +189,25 @@ async fn what_is_given_up_is_over_on_the_server_too(db: Database) {
     assert_eq!(db.count(waiting).await, 0);
     session.run(leave).await.unwrap();
     assert_eq!(db.claim_one("a", "w").await.id, id);
+}
+
+/// However few are wanted: those that can be had stand behind those that cannot.
+async fn a_crowd_of_locked_rows_at_the_head_stops_nobody_else(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // it has no locks on rows
+    }
+    let free = created(db.enqueue(NewMessage::new("a", "free").delay(secs(1))).await);
+    for n in 0..3 {
+        let messages = (0..200).map(|m| NewMessage::new("a", format!("{n} {m}"))).collect();
+        db.outbox.enqueue(messages).await.unwrap();
+    }
+    db.advance(secs(2));
+    let _session = lock(&db, &format!("outbox WHERE id > {free}")).await;
+    assert_eq!(db.claim_one("a", "w").await.id, free);
+    // With nothing left to have a claim says so, and nobody looks again at once.
+    let claim = crate::harness::claim_of("a", "w", 1, secs(60), postrider::store::From::Mark(None));
+    let nothing = db.outbox.store().claim(&claim).await.unwrap();
+    assert!(nothing.messages.is_empty() && nothing.exhausted);
 }
 
 /// A transaction of an application's own, with its default isolation.
@@ -535,6 +556,30 @@ async fn a_pool_in_use_is_told_as_such_and_in_time(db: Database) {
     assert_eq!((error.kind, error.effect), (Kind::Overloaded, Effect::NotApplied), "{error}");
     let error = reader.await.unwrap().unwrap_err();
     assert_eq!((error.kind, error.effect), (Kind::Timeout, Effect::NotApplied), "a read changes nothing: {error}");
+}
+
+async fn those_who_wait_for_a_lock_leave_connections_to_the_engine(db: Database) {
+    if db.dialect == Dialect::Sqlite {
+        return; // one writer
+    }
+    let options = Options { connections: 4, deadline: Duration::from_secs(4), ..Options::default() };
+    let outbox = Outbox::new(open(&db.url, lanes(), options).await.unwrap());
+    // Eight who come to no end, as many as one may wish.
+    let waiting: Vec<_> = (0..8)
+        .map(|_| {
+            let outbox = outbox.clone();
+            tokio::spawn(async move {
+                let wait = transact(&**outbox.store(), Mode::Write, |_| Box::pin(std::future::pending::<Result<()>>()));
+                wait.await
+            })
+        })
+        .collect();
+    until(async || outbox.vitals().await.unwrap().pool.is_some_and(|pool| pool.in_use >= 2)).await;
+    let read = transact(&**outbox.store(), Mode::Read, |tx| Box::pin(slow_read(tx)));
+    tokio::time::timeout(Duration::from_secs(1), read).await.expect("the engine does not wait for them").unwrap();
+    for one in waiting {
+        one.abort();
+    }
 }
 
 async fn p7_what_was_due_before_1970_is_due(db: Database) {

@@ -21,7 +21,7 @@ use crate::doctor::Doctor;
 use crate::failure::{Ending, Failure, Result};
 use crate::http::{self, Access, App, Limits};
 use crate::metrics::Meters;
-use crate::output::{Output, print};
+use crate::output::{Output, print_aside};
 use crate::parts::Parts;
 use crate::roll::Roll;
 use crate::signals::stop_signal;
@@ -85,7 +85,7 @@ pub async fn run(config: &Config, args: Serve, output: Output) -> Result<Ending>
         let _ = stop.send(true);
     });
     let scheme = if tls.is_some() { "https" } else { "http" };
-    print(&format!("listening on {scheme}://{address}"))?;
+    print_aside(format!("listening on {scheme}://{address}"));
     http::serve(listener, tls, http::router(&app), limits, config.drain, stopping(stopped)).await;
     if let Some((workers, tasks, idle)) = workers {
         idle.into_iter().flatten().for_each(|task| task.abort());

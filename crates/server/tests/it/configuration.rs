@@ -87,7 +87,8 @@ fn who_could_listen_or_read_the_password_is_told() {
         let mut command = home.command(&["config", "check"]);
         command.env_remove("POSTRIDER_DATABASE").env("DB_OF_THIS_TEST", "sqlite://a.db");
         let output = command.output().unwrap();
-        assert!(!String::from_utf8_lossy(&output.stderr).contains("can be read by others"), "{fine}: {output:?}");
+        let told = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        assert!(!told.contains("can be read by others"), "{fine}: {told}");
     }
     // Nobody answers there; it is said before anybody is asked.
     home.write("postrider.toml", "database = \"mysql://u:canary-password@192.0.2.1:1/a\"\n");

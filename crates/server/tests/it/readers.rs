@@ -126,6 +126,31 @@ fn a_second_signal_ends_it_though_nobody_reads_the_log() {
     assert_eq!(server.ends(), 1);
 }
 
+/// Where it was to say that it listens, too: it serves all the same, and hears what it is told.
+#[test]
+fn a_server_whose_output_takes_nothing_serves() {
+    let home = Home::sqlite();
+    home.run(&["migrate"]).done();
+    for (what, before) in [
+        ("full", "head -c 65536 /dev/zero; exec"),
+        ("closed", "exec >&-; exec"),
+        ("out of space", "exec >/dev/full; exec"),
+    ] {
+        let (port, _) = crate::receiver::free_port();
+        let address = format!("127.0.0.1:{port}");
+        let serve = home.command(&["serve", "--listen", &address]);
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", &format!("{before} \"$0\" \"$@\"")]).arg(serve.get_program()).args(serve.get_args());
+        shell.current_dir(serve.get_current_dir().unwrap());
+        let shell = shell.envs(serve.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut server = Stuck(shell.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
+        wait_until(&format!("it listens, with its output {what}"), || std::net::TcpStream::connect(&address).is_ok());
+        batch(&address, "log", 1);
+        server.signal(Signal::TERM);
+        assert_eq!(server.ends(), 0, "{what}");
+    }
+}
+
 #[test]
 fn a_printer_nobody_reads_holds_up_its_own_lane_alone() {
     let works = Receiver::start(|_| Some(200));

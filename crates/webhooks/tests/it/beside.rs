@@ -50,6 +50,27 @@ async fn an_external_id_with_a_blank_at_its_end_is_refused(home: Home) {
     assert_eq!(published.len(), 1);
 }
 
+/// On MySQL a statement that reads a small table as a whole waits for whatever of it somebody has locked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_locked_result_holds_up_no_other() {
+    for home in [postgres().await, mysql().await] {
+        let receiver = Receiver::with_status(200).await;
+        home.subscribe(&receiver.url, &["*"]).await;
+        // Told before anybody applies it, and locked by a stranger.
+        let held = "INSERT INTO webhook_results (job_id, saga_id, attempt, success, error_code, at) VALUES (4000000000, 4000000000, 1, 1, '', CURRENT_TIMESTAMP)";
+        let mut stranger = Session::to(&home.url).await;
+        stranger.run(held).await.unwrap();
+        stranger.run("BEGIN").await.unwrap();
+        stranger.run("SELECT 1 FROM webhook_results WHERE job_id = 4000000000 FOR UPDATE").await.unwrap();
+        let _working = home.work();
+        let events = (0..300).map(|n| NewEvent::new("a", n.to_string())).collect();
+        home.webhooks.publish(events).await.unwrap();
+        let completed = "webhook_delivery_sagas WHERE status = 'Completed'";
+        wait_until("all are applied beside it", async || home.count(completed).await == 300).await;
+        stranger.run("ROLLBACK").await.unwrap();
+    }
+}
+
 /// Somebody has a subscription locked whose receiver says 410: its results wait, and those of the others do not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_is_gone_and_locked_holds_up_nobody() {

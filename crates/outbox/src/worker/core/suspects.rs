@@ -44,8 +44,10 @@ impl Core {
         }
     }
 
+    /// What is delivered, and only waits for somebody's lock to be recorded, kills nobody any more.
     fn is_idle(&self, lane: usize) -> bool {
-        self.lanes[lane].claims == 0 && self.held.values().all(|held| held.lane != lane)
+        let waits_for_a_lock = |id: &i64| self.lanes[lane].locked.iter().any(|(_, entry)| entry.lease.id == *id);
+        self.lanes[lane].claims == 0 && self.held.iter().all(|(id, held)| held.lane != lane || waits_for_a_lock(id))
     }
 
     /// At most a tenth of the time, while there is other work.
