@@ -183,21 +183,19 @@ async fn take_back(
     );
     let holder = tx.query(&sql, &params).await?;
     let Some(holder) = holder.first() else { return Ok(Some(Requeued::Held)) };
-    let live = coming(holder.int(0)?);
-    if live || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.int(0)?.into()]).await?.is_empty() {
-        return Ok(Some(Requeued::Conflict));
-    }
-    let is_over = holder.bool(1)?;
-    let dead = "SELECT 1 FROM outbox_done WHERE id = ? AND status = 'dead'";
-    if !is_over && !tx.query(dead, &[holder.int(0)?.into()]).await?.is_empty() {
+    let (holder, is_over) = (holder.int(0)?, holder.bool(1)?);
+    if coming(holder) || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.into()]).await?.is_empty() {
         return Ok(Some(Requeued::Conflict));
     }
     if is_over {
         let sql =
             format!("UPDATE outbox_keys SET outbox_id = ?, digest = ?, expires_at = ? WHERE lane = ? AND {key} = ?");
         tx.execute(&sql, &[id.clone(), digest.clone(), expires_at, lane.clone(), name.clone()]).await?;
+        return Ok(None);
     }
-    Ok(None)
+    let dead = "SELECT 1 FROM outbox_done WHERE id = ? AND status = 'dead'";
+    let may_come_back = !tx.query(dead, &[holder.into()]).await?.is_empty();
+    Ok(may_come_back.then_some(Requeued::Conflict))
 }
 
 /// Moves locked dead messages back among the live ones; answers which. Where an active key is taken, the message stays.
