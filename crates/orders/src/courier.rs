@@ -112,7 +112,7 @@ impl OrderCourier {
         let standing = self.read_standing(Mode::Read, key, message).await?;
         match standing.entry.as_ref().map(|entry| known(entry, order)) {
             None | Some(Known::Nothing) => Ok(standing),
-            Some(_) => self.read_standing(Mode::Write, key, message).await,
+            Some(_) => self.read_standing(Mode::Work, key, message).await,
         }
     }
 
@@ -141,7 +141,7 @@ impl OrderCourier {
 
     /// What became of the attempts so far, the oldest first.
     async fn past(&self, id: i64) -> Result<Vec<Past>> {
-        let read = self.0.transact(Mode::Write, move |tx| {
+        let read = self.0.transact(Mode::Work, move |tx| {
             Box::pin(async move {
                 let sql =
                     "SELECT kind, code, error FROM outbox_attempts WHERE outbox_id = ? ORDER BY id DESC LIMIT 1000";
@@ -213,7 +213,7 @@ impl OrderCourier {
         );
         if let Some(alerts) = self.0.0.alerts.clone() {
             let why = why.to_owned();
-            let told = self.0.transact(Mode::Write, move |tx| {
+            let told = self.0.transact(Mode::Work, move |tx| {
                 let (alerts, alert) = (alerts.clone(), needs_reconcile(id, &why));
                 Box::pin(async move { alerts.raise(tx, &alert).await })
             });
@@ -334,7 +334,7 @@ impl OrderCourier {
 
     async fn tell(&self, alert: Alert) {
         let Some(alerts) = self.0.0.alerts.clone() else { return };
-        let told = self.0.transact(Mode::Write, move |tx| {
+        let told = self.0.transact(Mode::Work, move |tx| {
             let (alerts, alert) = (alerts.clone(), alert.clone());
             Box::pin(async move { alerts.raise(tx, &alert).await })
         });

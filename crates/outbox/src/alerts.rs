@@ -219,7 +219,7 @@ impl Alerts {
             note: body["note"].as_bool().unwrap_or(false).then(|| alert_of(subject, &body)),
         };
         let work = Arc::new((self.clone(), told));
-        transact(&**self.outbox.store(), Mode::Write, move |tx| {
+        transact(&**self.outbox.store(), Mode::Work, move |tx| {
             let work = work.clone();
             Box::pin(async move {
                 let (alerts, told) = &*work;

@@ -127,8 +127,24 @@ pub(crate) async fn defer(
             "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why}{unsure} WHERE id {list}"
         );
         tx.execute(&sql, &params).await?;
+        if how.code.as_deref() == Some(code::SHUTDOWN) {
+            record_broken_off(tx, owner, &held).await?;
+        }
     }
     Ok(states)
+}
+
+/// Deliveries that a stop broke off count as no attempt, but what may arrive once more has the reason in its history.
+async fn record_broken_off(tx: &mut (dyn Tx + Send), owner: &str, ids: &[i64]) -> Result<()> {
+    let mut params = vec![code::SHUTDOWN.into(), owner.into()];
+    let at = tx.now().plus(0, &mut params);
+    let list = in_ids(tx.dialect(), ids, &mut params);
+    let sql = format!(
+        "INSERT INTO outbox_attempts (outbox_id, lease_token, kind, attempt, code, worker, at)
+         SELECT id, lease_token, 'retry', attempts, ?, ?, {at} FROM {} WHERE id {list}",
+        by_id(tx.dialect())
+    );
+    tx.execute(&sql, &params).await.map(drop)
 }
 
 /// Makes waiting messages due now. One that somebody else has locked is left as it is.
@@ -328,8 +344,8 @@ pub(crate) async fn prune(tx: &mut (dyn Tx + Send), lane: &str, prune: &Prune) -
 pub(crate) async fn prune_audit(tx: &mut (dyn Tx + Send), older_than: Duration, limit: u32) -> Result<usize> {
     let old = clock(tx).await?.minus(older_than);
     let sql = format!(
-        "SELECT audit_id FROM (SELECT audit_id, created_at, status FROM write_audit ORDER BY audit_id LIMIT {limit}) oldest
-         WHERE created_at < ? AND status <> 'pending'"
+        "SELECT audit_id FROM (SELECT audit_id, created_at FROM write_audit WHERE status <> 'pending' ORDER BY audit_id LIMIT {limit}) oldest
+         WHERE created_at < ?"
     );
     let ids: Vec<i64> = tx.query(&sql, &[old.into()]).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
     if !ids.is_empty() {

@@ -125,6 +125,9 @@ impl Row {
             Value::Null => Ok(None),
             Value::Bytes(b) => Ok(Some(b.clone())),
             Value::Text(t) => Ok(Some(Bytes::copy_from_slice(t.as_bytes()))),
+            // SQLite keeps what was inserted by hand as a number.
+            Value::Int(n) => Ok(Some(n.to_string().into())),
+            Value::Float(f) => Ok(Some(f.to_string().into())),
             other => Err(unexpected(index, "bytes", other)),
         }
     }

@@ -34,6 +34,8 @@ pub struct Doctor {
     /// What is reported has stood for at least this long: longer than a lease and a poll.
     stood: Duration,
     last: Mutex<Option<(Tick, Report)>>,
+    /// The last round has taken the doctor's share of the time up to here.
+    rests_until: Mutex<Tick>,
     wanted: Mutex<Option<bool>>,
     asked: Notify,
 }
@@ -55,6 +57,7 @@ impl Doctor {
             parts: examined,
             stood,
             last: Mutex::default(),
+            rests_until: Mutex::default(),
             wanted: Mutex::default(),
             asked: Notify::new(),
         })
@@ -63,12 +66,14 @@ impl Doctor {
     /// One round: two looks, and with `repair` what can be repaired safely. What keeps one part from it is not the others'.
     pub async fn round(&self, repair: bool) -> postrider::Result<Report> {
         let (mut cases, mut repaired): (Vec<Case>, HashSet<Case>) = (Vec::new(), HashSet::new());
+        let (begun, mut waited) = (Tick::now(), Duration::ZERO);
         loop {
             let first = self.look().await?;
             if first.is_empty() {
                 break;
             }
             tokio::time::sleep(BETWEEN_LOOKS).await;
+            waited += BETWEEN_LOOKS;
             let seen = confirmed(&first, self.look().await?);
             let before = repaired.len();
             if repair && !seen.is_empty() {
@@ -86,6 +91,9 @@ impl Doctor {
                 break;
             }
         }
+        let now = Tick::now();
+        let rest = now.since(begun).saturating_sub(waited) * PAUSE;
+        *self.rests_until.lock().unwrap_or_else(PoisonError::into_inner) = now.plus(rest);
         let repaired: Vec<Case> = repaired.into_iter().collect();
         let findings = findings(&cases, &repaired);
         let ok = findings.iter().all(|finding| finding.repaired);
@@ -108,7 +116,8 @@ impl Doctor {
         last.as_ref().map(|(at, report)| (report.clone(), Tick::now().since(*at)))
     }
 
-    /// Asks for a round soon; several askers share one, which repairs if one of them wants that.
+    /// Asks for a round as soon as the doctor's share of the time allows; several askers share one, which repairs if one of
+    /// them wants that.
     pub fn ask(&self, repair: bool) {
         let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
         *wanted = Some(repair || wanted.unwrap_or(false));
@@ -119,28 +128,33 @@ impl Doctor {
     pub fn start(self: &Arc<Self>, every: Duration, mut stopped: watch::Receiver<bool>) -> JoinHandle<()> {
         let doctor = self.clone();
         tokio::spawn(async move {
-            let mut pause = every;
             loop {
-                let usual = async {
+                let due = async {
                     match every.is_zero() {
-                        true => std::future::pending().await,
-                        false => tokio::time::sleep(pause.mul_f64(0.75 + 0.5 * clock::chance())).await,
+                        true => doctor.asked.notified().await,
+                        false => {
+                            let usual = tokio::time::sleep(every.mul_f64(0.75 + 0.5 * clock::chance()));
+                            tokio::select! { () = usual => {}, () = doctor.asked.notified() => {} }
+                        }
                     }
+                    doctor.rested().await;
                 };
                 tokio::select! {
-                    () = usual => {}
-                    () = doctor.asked.notified() => {}
+                    () = due => {}
                     _ = stopped.wait_for(|stop| *stop) => return,
                 }
                 let wanted = doctor.wanted.lock().unwrap_or_else(PoisonError::into_inner).take();
-                let begun = Tick::now();
                 match doctor.round(wanted.unwrap_or(false)).await {
                     Ok(report) => tell(&report),
                     Err(error) => tracing::warn!(%error, "the doctor's round could not be finished"),
                 }
-                pause = every.max(Tick::now().since(begun) * PAUSE);
             }
         })
+    }
+
+    async fn rested(&self) {
+        let until = *self.rests_until.lock().unwrap_or_else(PoisonError::into_inner);
+        tokio::time::sleep(until.since(Tick::now())).await;
     }
 }
 
@@ -152,5 +166,51 @@ fn tell(report: &Report) {
         } else {
             tracing::warn!(part, count, ids, advice = finding.advice, "{}", finding.message);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)]
+mod tests {
+    use super::*;
+
+    /// Takes its time to look, and says when it is asked.
+    struct Slow(tokio::sync::mpsc::UnboundedSender<Tick>);
+
+    const LOOK: Duration = Duration::from_millis(20);
+
+    #[async_trait::async_trait]
+    impl Examine for Slow {
+        async fn look(&self, _: Duration) -> postrider::Result<Vec<Case>> {
+            let _ = self.0.send(Tick::now());
+            std::thread::sleep(LOOK);
+            Ok(vec![])
+        }
+
+        async fn repair(&self, _: &[Case]) -> postrider::Result<Vec<Case>> {
+            Ok(vec![])
+        }
+    }
+
+    #[tokio::test]
+    async fn whoever_asks_without_pause_gets_a_hundredth_of_the_time() {
+        let (asked, mut looks) = tokio::sync::mpsc::unbounded_channel();
+        let doctor = Arc::new(Doctor {
+            parts: vec![Arc::new(Slow(asked))],
+            stood: Duration::ZERO,
+            last: Mutex::default(),
+            rests_until: Mutex::default(),
+            wanted: Mutex::default(),
+            asked: Notify::new(),
+        });
+        let (_stop, stopped) = watch::channel(false);
+        let rounds = doctor.start(Duration::ZERO, stopped);
+        doctor.ask(false);
+        let first = looks.recv().await.unwrap();
+        for _ in 0..3 {
+            doctor.ask(false);
+        }
+        assert!(looks.recv().await.unwrap().since(first) >= LOOK * (PAUSE + 1));
+        rounds.abort();
     }
 }

@@ -381,7 +381,7 @@ impl Webhooks {
         let begun = Tick::now();
         let webhooks = self.clone();
         let standing = self
-            .transact(Mode::Write, move |tx| {
+            .transact(Mode::Work, move |tx| {
                 let webhooks = webhooks.clone();
                 Box::pin(async move {
                     let subscription = webhooks.read(tx, id).await?.map(Arc::new);

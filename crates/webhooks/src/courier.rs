@@ -232,7 +232,7 @@ impl WebhookCourier {
         self.events.send((id, reply)).map_err(|_| gone())?;
         match answer.await.map_err(|_| gone())?? {
             // It would end the delivery: asked again where the answer cannot be older than the event.
-            None => Ok(self.webhooks.read_events(Mode::Write, vec![id]).await?.remove(&id)),
+            None => Ok(self.webhooks.read_events(Mode::Work, vec![id]).await?.remove(&id)),
             event => Ok(event),
         }
     }

@@ -453,7 +453,10 @@ fn message_of(row: &rusqlite::Row<'_>, claim: &Claim, lease_until: Timestamp) ->
     let bytes = |i: usize| -> rusqlite::Result<Bytes> {
         Ok(match row.get_ref(i)? {
             ValueRef::Text(b) | ValueRef::Blob(b) => Bytes::copy_from_slice(b),
-            _ => Bytes::new(),
+            // Inserted by hand, as a number.
+            ValueRef::Integer(n) => n.to_string().into(),
+            ValueRef::Real(f) => f.to_string().into(),
+            ValueRef::Null => Bytes::new(),
         })
     };
     // Never an error: one row that is not as it should be would hold up all the others.

@@ -575,8 +575,10 @@ async fn those_who_wait_for_a_lock_leave_connections_to_the_engine(db: Database)
         })
         .collect();
     until(async || outbox.vitals().await.unwrap().pool.is_some_and(|pool| pool.in_use >= 2)).await;
-    let read = transact(&**outbox.store(), Mode::Read, |tx| Box::pin(slow_read(tx)));
-    tokio::time::timeout(Duration::from_secs(1), read).await.expect("the engine does not wait for them").unwrap();
+    for mode in [Mode::Read, Mode::Work] {
+        let needed = transact(&**outbox.store(), mode, |tx| Box::pin(slow_read(tx)));
+        tokio::time::timeout(Duration::from_secs(1), needed).await.expect("the engine does not wait for them").unwrap();
+    }
     for one in waiting {
         one.abort();
     }
@@ -639,6 +641,9 @@ async fn p11_a_stop_in_the_last_attempt_ends_nothing(db: Database) {
         assert_eq!((shown.status, shown.attempts), (Status::Pending, 0), "{shown:?}");
         assert_eq!(shown.last_error_code.as_deref(), Some("SHUTDOWN"));
         assert!(shown.maybe_sent, "its request was under way");
+        let broken_off = db.history(id).await;
+        let told: Vec<_> = broken_off.iter().map(|a| (a.kind.as_str(), a.lease_token, a.code.as_deref())).collect();
+        assert_eq!(told, [("retry", 1, Some("SHUTDOWN"))], "why it may come again");
         assert_eq!(db.claim_one(lane, "w").await.crashes, 0, "nobody crashed");
     }
 }
@@ -935,13 +940,36 @@ async fn what_a_hand_wrote_holds_up_nobody_and_is_told(db: Database) {
 }
 
 async fn audits_go_when_they_are_old(db: Database) {
-    for n in 0..3 {
+    for n in 0..5 {
         db.put_sent(NewMessage::new("audited", n.to_string())).await;
     }
+    // The oldest have no end: they stay, and hold up nobody behind them.
+    let oldest = "SELECT audit_id FROM (SELECT audit_id FROM write_audit ORDER BY audit_id LIMIT 2) AS oldest";
+    db.raw().await.run(&format!("UPDATE write_audit SET status = 'pending' WHERE audit_id IN ({oldest})")).await.unwrap();
     assert_eq!(db.outbox.prune_audit(secs(100), 10).await.unwrap(), 0);
     db.advance(secs(101));
     assert_eq!(db.outbox.prune_audit(secs(100), 2).await.unwrap(), 2);
-    assert_eq!(db.count("write_audit").await, 1);
+    assert_eq!(db.outbox.prune_audit(secs(100), 2).await.unwrap(), 1);
+    assert_eq!(db.count("write_audit WHERE status = 'pending'").await, 2);
+    assert_eq!(db.count("write_audit").await, 2);
+}
+
+/// SQLite keeps a number where bytes are expected: it is delivered as it is written.
+#[tokio::test]
+async fn a_payload_that_is_a_number_is_its_text() {
+    crate::harness::case(crate::harness::sqlite().await, async |db: Database| {
+        let mut session = db.raw().await;
+        for number in ["42", "-1.5"] {
+            session.run(&format!("INSERT INTO outbox (lane, payload) VALUES ('a', {number})")).await.unwrap();
+        }
+        let claimed = db.claim("a", "w", 10).await;
+        let payloads: Vec<&[u8]> = claimed.iter().map(|message| &message.payload[..]).collect();
+        assert_eq!(payloads, [&b"42"[..], b"-1.5"]);
+        for message in &claimed {
+            assert_eq!(db.outbox.payload(message.id).await.unwrap().as_ref(), Some(&message.payload));
+        }
+    })
+    .await;
 }
 
 /// Whoever writes times by hand gets an error, and what an older version let in is put right.

@@ -43,9 +43,6 @@ pub struct Row {
     pub lease_token: i64,
     pub attempts: i64,
     pub crashes: i64,
-    /// It was given back by a process that was told to stop and broke its request off. That is no attempt, and no row of the
-    /// history tells when.
-    pub broken_off: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,12 +52,21 @@ pub enum State {
     Dead,
 }
 
-/// A row of a message's history: an outcome that was no success, or a takeover.
+/// A row of a message's history.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     pub id: i64,
     pub lease_token: i64,
-    pub takeover: bool,
+    pub what: What,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// An outcome that was no success.
+    Failed,
+    Takeover,
+    /// Given back by a process that was told to stop, in the middle of a request. That counts as no attempt.
+    BrokenOff,
 }
 
 /// How often a lane tries, and how many workers it lets die of a message.
@@ -220,7 +226,7 @@ impl History {
     fn every_claim_has_one_outcome(&self, judgement: &mut Judgement) {
         let rows: HashMap<i64, &Row> = self.rows.messages.iter().map(|row| (row.id, row)).collect();
         let mut outcomes: BTreeSet<(i64, i64)> = BTreeSet::new();
-        for step in self.rows.steps.iter().filter(|step| !step.takeover) {
+        for step in self.rows.steps.iter().filter(|step| step.what != What::Takeover) {
             if !outcomes.insert((step.id, step.lease_token)) {
                 judgement.says("S6", format!("message {} has two outcomes under token {}", step.id, step.lease_token));
             }
@@ -254,16 +260,16 @@ fn what_was_sent_arrived(row: &Row, steps: &[&Step], requests: &[&Request], judg
     if taken > 1 {
         judgement.duplicates += 1;
     }
-    // Whoever was taken over may have sent, and so may whoever heard no answer or one too late, which is recorded under
-    // that token, or under one that the same worker was given for what it had in flight.
+    // Whoever was taken over may have sent, and so may whoever broke off, or heard no answer or one too late, which is
+    // recorded under that token, or under one that the same worker was given for what it had in flight.
     let took = requests.iter().filter(|request| (200..300).contains(&request.answered)).map(|request| request.token);
     let took: BTreeSet<i64> = took.collect();
     for (first, again) in took.iter().zip(took.iter().skip(1)) {
-        let explains = |step: &&&Step| match step.takeover {
-            true => step.lease_token > *first && step.lease_token <= *again,
-            false => step.lease_token >= *first && step.lease_token < *again,
+        let explains = |step: &&&Step| match step.what {
+            What::Takeover => step.lease_token > *first && step.lease_token <= *again,
+            What::Failed | What::BrokenOff => step.lease_token >= *first && step.lease_token < *again,
         };
-        if !row.broken_off && !steps.iter().any(|step| explains(&step)) {
+        if !steps.iter().any(|step| explains(&step)) {
             judgement
                 .says("S9", format!("message {id} was taken under {first} and again under {again}, for no reason"));
         }
@@ -275,7 +281,7 @@ fn budgets_hold(row: &Row, steps: &[&Step], limits: Limits, judgement: &mut Judg
     if row.attempts > limits.attempts || row.crashes > limits.crashes {
         judgement.says("S12", format!("message {} is beyond its budget: {row:?}", row.id));
     }
-    let outcomes = steps.iter().filter(|step| !step.takeover).count();
+    let outcomes = steps.iter().filter(|step| step.what == What::Failed).count();
     if outcomes as i64 > limits.attempts {
         judgement.says("S12", format!("message {} has {outcomes} outcomes of {}", row.id, limits.attempts));
     }
@@ -290,7 +296,7 @@ mod tests {
     }
 
     fn row(id: i64, state: State, lease_token: i64) -> Row {
-        Row { id, state, lease_token, attempts: 0, crashes: 0, broken_off: false }
+        Row { id, state, lease_token, attempts: 0, crashes: 0 }
     }
 
     /// One message that was enqueued, sent once and recorded.
@@ -332,7 +338,7 @@ mod tests {
             h.rows.messages.push(row(2, State::Live, 0));
         };
         assert_eq!(found(two), ["S4"]);
-        let failed = Step { id: 1, lease_token: 1, takeover: false };
+        let failed = Step { id: 1, lease_token: 1, what: What::Failed };
         assert_eq!(found(|h| h.rows.steps.push(failed.clone())), ["S6"]);
         assert_eq!(found(|h| h.rows.steps.push(Step { lease_token: 9, ..failed.clone() })), ["S5"]);
         assert_eq!(found(|h| h.rows.messages[0].crashes = 3), ["S12"]);
@@ -350,25 +356,21 @@ mod tests {
             h.rows.messages[0].lease_token = 2;
         };
         assert_eq!(found(twice), ["S9"]);
-        let because = |lease_token: i64, takeover: bool| {
+        let because = |lease_token: i64, what: What| {
             found(|h| {
                 twice(h);
-                h.rows.steps.push(Step { id: 1, lease_token, takeover });
+                h.rows.steps.push(Step { id: 1, lease_token, what });
             })
         };
-        assert_eq!(because(2, true), [""; 0], "taken over");
-        assert_eq!(because(1, false), [""; 0], "nobody heard the answer");
-        assert_eq!(because(1, true), ["S9"], "that was before it was taken");
-        let broken_off = |h: &mut History| {
-            twice(h);
-            h.rows.messages[0].broken_off = true;
-        };
-        assert_eq!(found(broken_off), [""; 0], "a stop broke it off");
+        assert_eq!(because(2, What::Takeover), [""; 0], "taken over");
+        assert_eq!(because(1, What::Failed), [""; 0], "nobody heard the answer");
+        assert_eq!(because(1, What::BrokenOff), [""; 0], "a stop broke it off");
+        assert_eq!(because(1, What::Takeover), ["S9"], "that was before it was taken");
         // Something that failed before is no reason to send again what was taken since.
         let earlier = |h: &mut History| {
             h.book = vec![request(1, 1, 503), request(1, 2, 200), request(1, 3, 200)];
             h.rows.messages[0].lease_token = 3;
-            h.rows.steps.push(Step { id: 1, lease_token: 1, takeover: false });
+            h.rows.steps.push(Step { id: 1, lease_token: 1, what: What::Failed });
         };
         assert_eq!(found(earlier), ["S9"]);
     }

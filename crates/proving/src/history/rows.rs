@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Judgement, Row, State, Step};
+use super::{Judgement, Row, State, Step, What};
 use crate::kit::Session;
 
 /// A lane's messages, live and ended, and what was recorded of their attempts.
@@ -24,18 +24,16 @@ fn number(text: &str) -> i64 {
 
 impl Rows {
     pub async fn of_lane(session: &mut Session, lane: &str) -> Rows {
-        let columns = "id, lease_token, attempts, crashes, CASE WHEN last_error_code = 'SHUTDOWN' THEN 1 ELSE 0 END";
         let mut messages = Vec::new();
         for (table, status) in [("outbox", "'live'"), ("outbox_done", "status")] {
             let sql =
-                format!("SELECT concat_ws('|', {columns}, {status}) FROM {table} WHERE lane = '{lane}' ORDER BY id");
+                format!("SELECT concat_ws('|', id, lease_token, attempts, crashes, {status}) FROM {table} WHERE lane = '{lane}' ORDER BY id");
             messages.extend(lines(session, &sql).await.into_iter().map(|line| Row {
                 id: number(&line[0]),
                 lease_token: number(&line[1]),
                 attempts: number(&line[2]),
                 crashes: number(&line[3]),
-                broken_off: line[4] == "1",
-                state: match line[5].as_str() {
+                state: match line[4].as_str() {
                     "live" => State::Live,
                     "sent" => State::Sent,
                     _ => State::Dead,
@@ -46,12 +44,16 @@ impl Rows {
             "outbox_id IN (SELECT id FROM outbox WHERE lane = '{lane}' UNION ALL SELECT id FROM outbox_done WHERE lane = '{lane}')"
         );
         let sql = format!(
-            "SELECT concat_ws('|', outbox_id, lease_token, kind) FROM outbox_attempts WHERE {of_lane} ORDER BY id"
+            "SELECT concat_ws('|', outbox_id, lease_token, kind, code) FROM outbox_attempts WHERE {of_lane} ORDER BY id"
         );
         let steps = lines(session, &sql).await.into_iter().map(|line| Step {
             id: number(&line[0]),
             lease_token: number(&line[1]),
-            takeover: line[2] == "takeover",
+            what: match (line[2].as_str(), line.get(3).map(String::as_str)) {
+                ("takeover", _) => What::Takeover,
+                ("retry", Some("SHUTDOWN")) => What::BrokenOff,
+                _ => What::Failed,
+            },
         });
         Rows { messages, steps: steps.collect() }
     }

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{PATIENCE, http, wait_until};
+use super::{SHORT_LEASE, http, wait_until};
 
 pub struct Fleet {
     binary: PathBuf,
@@ -70,7 +70,11 @@ impl Fleet {
 
     /// Runs a command to its end in the folder of one of them; answers its code and what it printed, as JSON.
     pub fn run(&self, n: usize, args: &[&str]) -> (i32, Value) {
-        let output = self.command(n, args).output().expect("the product's binary");
+        self.ends(self.command(n, args))
+    }
+
+    fn ends(&self, mut command: Command) -> (i32, Value) {
+        let output = command.output().expect("the product's binary");
         let printed = serde_json::from_slice(&output.stdout)
             .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&output.stderr).into_owned()));
         (output.status.code().unwrap_or(-1), printed)
@@ -125,14 +129,12 @@ impl Fleet {
 
     /// The last step of a test with several processes: the doctor finds nothing.
     pub fn is_healthy(&self, n: usize) {
-        let begun = std::time::Instant::now();
-        loop {
-            let (code, report) = self.run(n, &["doctor", "--json"]);
-            if code == 0 && report["ok"] == true {
-                return;
-            }
-            assert!(begun.elapsed() < PATIENCE, "the doctor: {report}\n{}", self.log(n));
-        }
+        super::is_healthy(|| {
+            let mut command = self.command(n, &["doctor", "--json"]);
+            command.envs(SHORT_LEASE);
+            let (code, report) = self.ends(command);
+            (code == 0 && report["ok"] == true, format!("{report}\n{}", self.log(n)))
+        });
     }
 }
 

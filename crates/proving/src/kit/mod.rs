@@ -19,6 +19,26 @@ pub use session::{Session, mysql};
 /// Nothing here takes this long unless it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// The doctor reports what has stood for longer than a lease and a poll: for those at the end of a test, a second.
+pub const SHORT_LEASE: [(&str, &str); 2] = [("OUTBOX_LOCK_LEASE_SEC", "1"), ("OUTBOX_POLL_INTERVAL_SEC", "0.1")];
+/// What is there when the doctor is first asked has stood for long enough to be seen by then.
+const SEEN_BY: Duration = Duration::from_millis(1500);
+
+/// The last step of a test with several processes: a doctor with a [`SHORT_LEASE`] is asked until it finds nothing of what
+/// was there at first. `ask` answers whether it did, and what it said.
+pub fn is_healthy(mut ask: impl FnMut() -> (bool, String)) {
+    let begun = Instant::now();
+    loop {
+        let asked = begun.elapsed();
+        let (well, report) = ask();
+        if well && asked > SEEN_BY {
+            return;
+        }
+        assert!(asked < PATIENCE, "the doctor: {report}");
+        std::thread::sleep(Duration::from_millis(if well { 200 } else { 20 }));
+    }
+}
+
 /// Writes one `#[tokio::test]` per case and database: `sqlite::case`, `postgres::case`, `mysql::case`. The crate's
 /// `harness` has a function for each database that makes what a case gets, and `case`, which runs one.
 #[macro_export]

@@ -166,6 +166,7 @@ fn poison_is_buried_alone(database: Database) {
     assert_eq!((dead[0].last_error_code.as_deref(), dead[0].crashes), (Some("POISON"), 5), "{:?}", dead[0]);
     let deliveries = receiver.by_message().get(&dead[0].id).map_or(0, Vec::len);
     assert_eq!(deliveries, 5, "as many workers as max_crashes died of it");
+    home.is_healthy();
 }
 
 #[test]

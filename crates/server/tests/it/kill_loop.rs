@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use proving::history::{Enqueued, History, Limits, Rows, State};
+use proving::history::{Enqueued, History, Limits, Rows, State, What};
 use proving::kit::Session;
 use proving::receiver::{Answer, Receiver};
 use rustix::process::Signal;
@@ -59,7 +59,7 @@ fn killed_over_and_over(database: Database) {
     assert!(rows.messages.iter().all(|row| row.state == State::Sent));
     // Ids are given in the order of the lines.
     let enqueued = rows.messages.iter().enumerate().map(|(n, row)| Enqueued::accepted(row.id, n.to_string())).collect();
-    let takeovers = rows.steps.iter().filter(|step| step.takeover).count();
+    let takeovers = rows.steps.iter().filter(|step| step.what == What::Takeover).count();
     let limits = Some(Limits { attempts: 8, crashes: CRASHES });
     let judgement = History { enqueued, book: receiver.log(), rows, limits }.judge();
     judgement.is_clean();

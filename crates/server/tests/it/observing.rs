@@ -164,6 +164,7 @@ fn a_lease_that_ran_out_is_counted_where_it_is_taken_over() {
     let address = takes_over.metrics();
     wait_until("and counted", || value(&scrape(&address), "outbox_lock_lease_expired_total{lane=\"work\"}") == 1.0);
     takes_over.stop();
+    home.is_healthy();
 }
 
 #[test]

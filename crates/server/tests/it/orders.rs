@@ -288,6 +288,7 @@ fn w_103_a_worker_dies_and_another_takes_over() {
         assert_eq!(home.number("SELECT COUNT(*) FROM paper_executions"), 1);
         let taken_over = message(&home, "k")["history"].as_array().unwrap().iter().any(|h| h["kind"] == "takeover");
         assert!(taken_over || message(&home, "k")["lease_token"].as_i64() >= Some(2), "another claimed it");
+        home.is_healthy();
     });
 }
 
@@ -303,6 +304,7 @@ fn a_long_send_keeps_its_lease_by_renewing_it() {
         let message = message(&home, "k");
         assert_eq!((&message["lease_token"], &message["crashes"]), (&json!(1), &json!(0)), "{message}");
         assert_eq!(home.number("SELECT COUNT(*) FROM paper_executions"), 1);
+        home.is_healthy();
     });
 }
 

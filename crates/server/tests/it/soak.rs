@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use proving::history::{Deliveries, Enqueued, History, Limits, Rows, State};
+use proving::history::{Deliveries, Enqueued, History, Limits, Rows, State, What};
 use proving::kit::{Fleet, Session};
 use proving::proxy::{Action, At, Direction, Fault, Proxy};
 use proving::receiver::{Answer, Receiver, Request};
@@ -427,6 +427,8 @@ fn soak(name: &str, below: Below) {
         })
     });
     println!("{name}: {:.1?} of everything at once, {:.1?} to heal", lasted, healed.elapsed());
+    let happened: usize = soak.counts.values().sum();
+    assert!(happened >= 10 && soak.counts.contains_key("processes killed"), "nothing went wrong: {:?}", soak.counts);
     for n in 0..SERVERS {
         soak.fleet.is_healthy(n);
     }
@@ -510,22 +512,18 @@ fn judge(name: &str, soak: &Soak, url: &str, [receiver, hooks]: [&Receiver; 2], 
         );
     }
     let _ = writeln!(report, "\nMessages that were taken more than once, and why:\n");
-    let broken_off: Vec<i64> = rows.messages.iter().filter(|row| row.broken_off).map(|row| row.id).collect();
     let requests = receiver.by_message();
     for row in &rows.messages {
         let taken: Vec<i64> =
             requests.get(&row.id).into_iter().flatten().filter(|r| r.answered == 200).map(|r| r.token).collect();
         if taken.len() > 1 {
             let steps = rows.steps.iter().filter(|step| step.id == row.id);
-            let why = steps.map(|step| {
-                format!(
-                    "{} {}",
-                    if step.takeover { "taken over under" } else { "failed or unknown under" },
-                    step.lease_token
-                )
-            });
-            let mut why: Vec<String> = why.collect();
-            why.extend(broken_off.contains(&row.id).then(|| "broken off by a stop".to_owned()));
+            let word = |what: What| match what {
+                What::Takeover => "taken over under",
+                What::Failed => "failed or unknown under",
+                What::BrokenOff => "broken off by a stop under",
+            };
+            let why: Vec<String> = steps.map(|step| format!("{} {}", word(step.what), step.lease_token)).collect();
             let _ = writeln!(report, "- {}: taken under {taken:?}; {}", row.id, why.join(", "));
         }
     }

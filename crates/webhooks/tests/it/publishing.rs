@@ -140,6 +140,7 @@ async fn nonsense_is_refused(home: Home) {
         NewEvent::new("a", "x").external_id("a\0b"),
         NewEvent::new("a", vec![0; (1 << 20) + 1]),
         NewEvent { content_type: Some("a\r\nb: c".into()), ..NewEvent::new("a", "x") },
+        NewEvent { correlation_id: Some("a\nb".into()), ..NewEvent::new("a", "x") },
     ] {
         let error = home.webhooks.publish(vec![wrong.clone()]).await.unwrap_err();
         assert_eq!(error.kind, postrider::error::Kind::Invalid, "{wrong:?}");
