@@ -110,13 +110,13 @@ impl World {
 
     async fn release(&mut self, rng: &mut fastrand::Rng) {
         let ids = self.pick(rng, 3, false);
-        // Its own process may die between the two transactions.
-        let dies = rng.u8(0..3) == 0;
-        self.clients.expect(if dies { vec![Reply::Good, Reply::Refused] } else { vec![] });
+        // Its answer may be lost, whether it was carried out or not.
+        let lost = if ids.len().is_multiple_of(2) { Reply::LostAfter } else { Reply::LostBefore };
+        self.clients.expect(if rng.u8(0..3) == 0 { vec![lost] } else { vec![] });
         let told = self.outbox.release(ids.clone()).await;
         self.clients.expect([]);
         self.note(format_args!("an operator releases {ids:?}: {:?}", told.as_ref().ok()));
-        self.fault("an operator's release", None, self.now + if dies { RELEASE_LEASE } else { 0 });
+        self.fault("an operator's release", None, self.now);
         if told.is_ok() {
             self.mark("released by hand");
         }

@@ -182,6 +182,9 @@ fn verify_makes_an_outage_and_sees_it_end() {
             report["steps"].as_array().unwrap().iter().all(|step| step["seen"].as_str().is_some_and(|s| !s.is_empty()))
         );
         home.run(&["verify", "--full"]).done();
+        for table in ["memory_writes", "outbox"] {
+            assert_eq!(home.number(&format!("SELECT COUNT(*) FROM {table}")), 0, "a trial leaves nothing behind");
+        }
     });
 }
 

@@ -52,6 +52,12 @@ async fn each_misbehaviour_has_its_code() {
         ("stalls in the head", raw(b"HTTP/1.1 200".to_vec(), b"").await, "TIMEOUT", Some("unknown")),
         ("says nothing", raw(vec![], b"").await, "TIMEOUT", Some("unknown")),
         ("64k headers", raw(many_headers.into_bytes(), b"").await, "RESPONSE_INVALID", Some("unknown")),
+        (
+            "no TLS",
+            raw(head(400, ""), b"").await.replace("http:", "https:"),
+            "TLS_FAILED",
+            Some("never_sent"),
+        ),
         ("no HTTP", raw(b"SSH-2.0-OpenSSH_9.2\r\n".to_vec(), b"").await, "RESPONSE_INVALID", Some("unknown")),
         (
             "redirects",
@@ -81,6 +87,9 @@ async fn each_misbehaviour_has_its_code() {
         let (_, _, attempts) = home.webhooks.saga(saga).await.unwrap().unwrap();
         assert_eq!(attempts[0].error_code.as_deref().unwrap_or(""), *code, "{what}");
         assert_eq!(attempts[0].error_class.as_deref(), *class, "{what}");
+        if *code == "TLS_FAILED" {
+            assert!(attempts[0].error_detail.as_ref().is_some_and(|why| why.len() > 5), "{what}: {:?}", attempts[0]);
+        }
         assert!(
             attempts[0].response_body.as_ref().is_none_or(|body| body.len() <= 60_000),
             "{what}: at most 20 kB are kept"
