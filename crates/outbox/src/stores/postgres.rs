@@ -534,7 +534,8 @@ impl Tx for PostgresTx<'_> {
 fn now_sql(skew: i64) -> String {
     match skew {
         0 => "clock_timestamp()".to_owned(),
-        skew => format!("(clock_timestamp() + INTERVAL '{skew} microseconds')"),
+        // Before PostgreSQL 15 a literal of microseconds takes 31 bits.
+        skew => format!("(clock_timestamp() + {skew} * INTERVAL '1 microsecond')"),
     }
 }
 
