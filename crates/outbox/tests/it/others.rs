@@ -945,7 +945,11 @@ async fn audits_go_when_they_are_old(db: Database) {
     }
     // The oldest have no end: they stay, and hold up nobody behind them.
     let oldest = "SELECT audit_id FROM (SELECT audit_id FROM write_audit ORDER BY audit_id LIMIT 2) AS oldest";
-    db.raw().await.run(&format!("UPDATE write_audit SET status = 'pending' WHERE audit_id IN ({oldest})")).await.unwrap();
+    db.raw()
+        .await
+        .run(&format!("UPDATE write_audit SET status = 'pending' WHERE audit_id IN ({oldest})"))
+        .await
+        .unwrap();
     assert_eq!(db.outbox.prune_audit(secs(100), 10).await.unwrap(), 0);
     db.advance(secs(101));
     assert_eq!(db.outbox.prune_audit(secs(100), 2).await.unwrap(), 2);

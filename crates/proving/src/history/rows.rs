@@ -26,8 +26,9 @@ impl Rows {
     pub async fn of_lane(session: &mut Session, lane: &str) -> Rows {
         let mut messages = Vec::new();
         for (table, status) in [("outbox", "'live'"), ("outbox_done", "status")] {
-            let sql =
-                format!("SELECT concat_ws('|', id, lease_token, attempts, crashes, {status}) FROM {table} WHERE lane = '{lane}' ORDER BY id");
+            let sql = format!(
+                "SELECT concat_ws('|', id, lease_token, attempts, crashes, {status}) FROM {table} WHERE lane = '{lane}' ORDER BY id"
+            );
             messages.extend(lines(session, &sql).await.into_iter().map(|line| Row {
                 id: number(&line[0]),
                 lease_token: number(&line[1]),

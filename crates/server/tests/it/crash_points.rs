@@ -205,7 +205,8 @@ impl Story {
         self.wait("the event has arrived at both", &of_event(event, "Completed"), 2);
         self.wait("the event has arrived after the pause", &of_event(waiting, "Completed"), 1);
         let at = self.ask("GET", &format!("/v1/events/{waiting}"), "", "", &[200]).json()["created_at"].clone();
-        let replay = json!({"subscription_id": self.well, "from": at, "to": "9999-01-01T00:00:00Z", "event_types": ["b.*"]});
+        let replay =
+            json!({"subscription_id": self.well, "from": at, "to": "9999-01-01T00:00:00Z", "event_types": ["b.*"]});
         self.post("/v1/replays", "", &replay, &[202]);
         self.wait("the replay is over", "SELECT COUNT(*) FROM replays WHERE status <> 'done'", 0);
         let open = "SELECT COUNT(*) FROM webhook_delivery_sagas WHERE status NOT IN ('Completed', 'DeadLettered')";
@@ -233,7 +234,10 @@ impl Story {
         assert!((2..=4).contains(&waiting), "{waiting} requests");
         let replays = self.home.number("SELECT COUNT(*) FROM replays");
         let replayed = self.home.number("SELECT COUNT(*) FROM webhook_delivery_sagas WHERE replay_id IS NOT NULL");
-        assert!(replayed <= replays && (n as i64 + 1..=2 * (n as i64 + 1)).contains(&replayed), "{replayed} of {replays}");
+        assert!(
+            replayed <= replays && (n as i64 + 1..=2 * (n as i64 + 1)).contains(&replayed),
+            "{replayed} of {replays}"
+        );
         let executions = format!("SELECT COUNT(*) FROM paper_executions WHERE idempotency_key = 'order-{n}'");
         assert_eq!(self.home.number(&executions), 1, "the order is executed once");
         let contents = self.memory.contents();

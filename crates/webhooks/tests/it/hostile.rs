@@ -52,12 +52,7 @@ async fn each_misbehaviour_has_its_code() {
         ("stalls in the head", raw(b"HTTP/1.1 200".to_vec(), b"").await, "TIMEOUT", Some("unknown")),
         ("says nothing", raw(vec![], b"").await, "TIMEOUT", Some("unknown")),
         ("64k headers", raw(many_headers.into_bytes(), b"").await, "RESPONSE_INVALID", Some("unknown")),
-        (
-            "no TLS",
-            raw(head(400, ""), b"").await.replace("http:", "https:"),
-            "TLS_FAILED",
-            Some("never_sent"),
-        ),
+        ("no TLS", raw(head(400, ""), b"").await.replace("http:", "https:"), "TLS_FAILED", Some("never_sent")),
         ("no HTTP", raw(b"SSH-2.0-OpenSSH_9.2\r\n".to_vec(), b"").await, "RESPONSE_INVALID", Some("unknown")),
         (
             "redirects",
