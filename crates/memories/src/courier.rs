@@ -13,6 +13,7 @@ use crate::Memories;
 use crate::copies::{self, State};
 use crate::note::Note;
 use crate::tend::waiting;
+use crate::turns::Turn;
 use crate::upstream::{Blame, Doubt, Fault};
 use crate::writing::{Found, Written, is_merged};
 
@@ -47,7 +48,7 @@ struct Open {
 /// What became of the doubt about an earlier write.
 enum Doubted {
     /// It may be written now; `true`: whatever was in doubt did not arrive.
-    Write(bool),
+    Write(bool, Turn),
     Instead(Outcome),
 }
 
@@ -89,13 +90,18 @@ impl MemoryCourier {
             open.doubt = self.0.doubt_of(Doubt::UnderWay);
             self.set_doubt(open.copy, open.doubt).await?;
         }
-        let Some(left) = open.doubt else { return Ok(Doubted::Write(false)) };
         let later = |delay: Duration| {
             Doubted::Instead(Outcome::Defer {
                 delay: delay.max(Duration::from_millis(100)),
                 code: waiting::IN_DOUBT.into(),
             })
         };
+        let turns = &self.0.0.turns;
+        let Some(left) = open.doubt else {
+            let turn = turns.take(&open.note);
+            return Ok(turn.map_or_else(|| later(self.0.look_every()), |turn| Doubted::Write(false, turn)));
+        };
+        turns.doubt(&open.note, left);
         let Some(permit) = self.0.0.breaker.permit() else {
             return Ok(Doubted::Instead(Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() }));
         };
@@ -104,6 +110,7 @@ impl MemoryCourier {
         self.0.note_answer(found.as_ref().err());
         match found {
             Ok(Found::There(memory_id)) => {
+                turns.resolved(&open.note);
                 return Ok(Doubted::Instead(Outcome::Sent { result_ref: Some(memory_id) }));
             }
             Err(fault) if fault.blame == Blame::Limit => return Ok(Doubted::Instead(self.limited())),
@@ -115,9 +122,10 @@ impl MemoryCourier {
             _ if !left.is_zero() => return Ok(later(left.min(self.0.look_every()))),
             _ => {}
         }
+        let Some(turn) = turns.take(&open.note) else { return Ok(later(self.0.look_every())) };
         // From here on it is a new write: should we die in it, the doubt begins anew.
         self.set_doubt(open.copy, None).await?;
-        Ok(Doubted::Write(true))
+        Ok(Doubted::Write(true, turn))
     }
 
     fn limited(&self) -> Outcome {
@@ -125,11 +133,11 @@ impl MemoryCourier {
     }
 
     /// Writes it, and keeps with our copy what the settle must know of the answer.
-    async fn write(&self, message: &Message, open: &Open, resolved: bool) -> Outcome {
+    async fn write(&self, message: &Message, open: &Open, resolved: bool, turn: Turn) -> Outcome {
         let Some(permit) = self.0.0.breaker.permit() else {
             return Outcome::Defer { delay: AWAY, code: waiting::BREAKER_OPEN.into() };
         };
-        let called = sending(self.0.add(&open.note, Some(message.id))).await;
+        let called = sending(self.0.add(&open.note, Some(message.id), turn)).await;
         permit.tell(self.0.sign_of(called.as_ref().err()));
         match called {
             Ok(written) => match self.keep_merged(open, &written).await {
@@ -242,7 +250,7 @@ impl Courier for MemoryCourier {
         }
         match self.doubted(message, &mut open).await {
             Ok(Doubted::Instead(outcome)) => outcome,
-            Ok(Doubted::Write(resolved)) => self.write(message, &open, resolved).await,
+            Ok(Doubted::Write(resolved, turn)) => self.write(message, &open, resolved, turn).await,
             Err(error) => store_unavailable(message.id, &error),
         }
     }

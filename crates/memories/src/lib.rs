@@ -32,6 +32,7 @@ mod settling;
 mod spaces;
 mod store;
 mod tend;
+mod turns;
 mod writing;
 
 use std::sync::{Arc, Mutex};
@@ -59,6 +60,7 @@ pub use self::settling::Settling;
 pub use self::spaces::Spaces;
 pub use self::tend::Capability;
 use self::tend::Health;
+use self::turns::Turns;
 use self::upstream::OpenMemory;
 use self::writing::Listed;
 pub use self::writing::usual_under_way;
@@ -126,6 +128,7 @@ struct Inner {
     /// Who asks whether it is the one we know does so alone.
     recognising: tokio::sync::Mutex<()>,
     listed: tokio::sync::Mutex<Listed>,
+    turns: Arc<Turns>,
 }
 
 impl Memories {
@@ -146,8 +149,9 @@ impl Memories {
         settling.open(alerts.clone());
         let breaker = Breaker::new(settings.breaker_failures);
         let outbox = outbox.owning(OWNER);
+        let turns = Turns::new(settings.upstream.timeout, settings.under_way);
         let (health, recognising, listed) = Default::default();
-        Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed }))
+        Memories(Arc::new(Inner { outbox, settings, upstream, breaker, alerts, health, recognising, listed, turns }))
     }
 
     /// Reads the key of OpenMemory again, from where it is kept.

@@ -81,7 +81,8 @@ impl Memories {
         if self.0.upstream.ping().await? == Dialect::Py {
             return Ok(false);
         }
-        let written = self.add(known, None).await?;
+        let Some(turn) = self.0.turns.take(known) else { return Ok(false) };
+        let written = self.add(known, None, turn).await?;
         if !written.deduplicated {
             self.0.upstream.forget(&written.memory_id).await?;
         }

@@ -93,19 +93,23 @@ impl Memories {
         let began = Tick::now();
         let writer = format!("{:016x}{:016x}", clock::seed(), clock::seed());
         let patience = self.0.settings.upstream.timeout * 2 + 2 * MARGIN;
-        let mut seen = None;
+        let (mut seen, mut turn) = (None, None);
         loop {
-            let kept_from = if skips { Some((SKIPPED, Duration::ZERO)) } else { self.kept_from() };
+            let mut kept_from = if skips { Some((SKIPPED, Duration::ZERO)) } else { self.kept_from() };
+            if kept_from.is_none() && turn.is_none() {
+                turn = self.0.turns.wait(note, self.0.settings.upstream.timeout).await;
+                kept_from = turn.is_none().then(|| ("writes_in_doubt", self.look_every()));
+            }
             let attempt = Attempt { writer: writer.clone(), kept_from, seen: seen.take(), again: false };
             match self.begin(note, attempt).await.map_err(Failed::first_half)? {
                 Begun::Write { copy, audit_id } => {
-                    let called = match self.0.breaker.permit() {
-                        Some(permit) => {
-                            let called = self.add(note, None).await;
+                    let called = match (self.0.breaker.permit(), turn) {
+                        (Some(permit), Some(turn)) => {
+                            let called = self.add(note, None, turn).await;
                             permit.tell(self.sign_of(called.as_ref().err()));
                             called
                         }
-                        None => Err(Fault::breaker_open()),
+                        _ => Err(Fault::breaker_open()),
                     };
                     return self.end(note, copy, audit_id, called).await;
                 }
@@ -118,7 +122,7 @@ impl Memories {
                     self.0.outbox.ring();
                     return Ok(ended);
                 }
-                Begun::Wait => {}
+                Begun::Wait => turn = None,
             }
             if Tick::now().since(began) > patience {
                 let what = "another write of the same memory does not end";

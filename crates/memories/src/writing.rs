@@ -13,6 +13,7 @@ use crate::Memories;
 use crate::breaker::Sign;
 use crate::copies;
 use crate::note::Note;
+use crate::turns::Turn;
 use crate::upstream::{Addition, Doubt, Fault, Sight};
 
 /// A write that nobody answered in time may be applied for at least so long.
@@ -72,7 +73,7 @@ pub(crate) struct Listed {
 
 impl Memories {
     /// One write to the service, with what tells whose it is.
-    pub(crate) async fn add(&self, note: &Note, outbox_id: Option<i64>) -> Called {
+    pub(crate) async fn add(&self, note: &Note, outbox_id: Option<i64>, mut turn: Turn) -> Called {
         let mut metadata = note.meta.clone();
         metadata.extend([
             ("target_space".to_owned(), json!(note.space)),
@@ -86,7 +87,9 @@ impl Memories {
         }
         let tags = [note.space.as_str()].into_iter().chain(note.kind.as_deref()).collect();
         let addition = Addition { content: &note.payload_md, tags, metadata: Value::Object(metadata) };
+        turn.begin();
         let called = self.0.upstream.add(&addition).await;
+        turn.end(called.as_ref().err().and_then(|fault| self.doubt_of(fault.doubt)));
         self.note_answer(called.as_ref().err());
         let added = called?;
         let like = match added.deduplicated {

@@ -208,7 +208,8 @@ const HISTORY: usize = 1000;
 
 pub(crate) async fn show(tx: &mut (dyn Tx + Send), id: i64) -> Result<Option<(Shown, History)>> {
     let mut found = Vec::new();
-    for done in [false, true] {
+    // It may go from one to the other, and back, between two looks.
+    for done in [false, true, false, true] {
         if found.is_empty() {
             let Rows { table, columns, mut bound, .. } = rows(tx, done, Wanted::default());
             bound.push(id.into());

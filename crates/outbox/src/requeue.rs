@@ -1,11 +1,12 @@
 //! Requeue: dead messages come back under their ids, many in one transaction, written once on the `Tx` port.
 //!
 //! What somebody else holds at the moment is skipped, never waited for, and what cannot come back harms no other. A
-//! message comes back with its key, as an enqueue would take it: not while another live message has it.
+//! message comes back with its key, as an enqueue would take it: not while another has it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::active_keys;
+use crate::cold;
 use crate::error::{Error, Kind, Result};
 use crate::lanes::Lanes;
 use crate::permit::{permit, withdraw_permit};
@@ -60,7 +61,12 @@ pub(crate) async fn requeue(
     of_lanes.into_iter().try_for_each(|lane| lanes.permit_upkeep(lane, owner))?;
     let mut back: Vec<i64> = dead.keys().copied().collect();
     back.sort_unstable();
-    take_keys_back(tx, &mut back, held, &mut answers).await?;
+    let now = cold::clock(tx).await?;
+    let expires = |id: &i64| -> Result<Timestamp> {
+        let lane = dead.get(id).map(String::as_str).unwrap_or_default();
+        Ok(now.plus(lanes.get(lane)?.key_ttl))
+    };
+    take_keys_back(tx, &mut back, &expires, held, &mut answers).await?;
     // Those that are not moved have an active key that is taken.
     answers.extend(back.iter().map(|id| (*id, Requeued::Conflict)));
     answers.extend(move_back(tx, &back).await?.into_iter().map(|id| (id, Requeued::Requeued)));
@@ -98,11 +104,12 @@ async fn lock_dead(
     Ok(locked)
 }
 
-/// Makes sure that the keys of these messages are theirs again. Those whose key another live message has are answered and
-/// left out, as are those whose key somebody is just taking.
+/// Makes sure that the keys of these messages are theirs again, for as long as those of new ones. Those whose key another
+/// has are answered and left out, as are those whose key somebody is just taking.
 async fn take_keys_back(
     tx: &mut (dyn Tx + Send),
     back: &mut Vec<i64>,
+    expires: &(dyn Fn(&i64) -> Result<Timestamp> + Sync),
     held: Held,
     answers: &mut HashMap<i64, Requeued>,
 ) -> Result<()> {
@@ -111,17 +118,23 @@ async fn take_keys_back(
     let list = in_ids(dialect, back, &mut params);
     let own = format!("SELECT outbox_id FROM outbox_keys WHERE outbox_id {list}");
     let with_key = ids_of(&tx.query(&own, &params).await?)?;
-    if !with_key.is_empty() && dialect != Dialect::Sqlite {
-        // Locked, and written, so that nobody who sees an older state takes a key that is over while its message comes back.
+    if !with_key.is_empty() {
         let locked = ids_of(&tx.query(&format!("{own}{}", held.lock(dialect)), &params).await?)?;
         for id in with_key.difference(&locked) {
             answers.insert(*id, Requeued::Held);
         }
-        let locked: Vec<i64> = locked.into_iter().collect();
-        let mut params = Vec::new();
-        let list = in_ids(dialect, &locked, &mut params);
-        let touch = format!("UPDATE outbox_keys SET expires_at = expires_at WHERE outbox_id {list}");
-        tx.execute(&touch, &params).await?;
+        // Whoever sees an older state, in which the message was dead and its key over, sees by the key that it came back.
+        let mut renewed: BTreeMap<Timestamp, Vec<i64>> = BTreeMap::new();
+        for id in locked {
+            renewed.entry(expires(&id)?).or_default().push(id);
+        }
+        for (until, ids) in renewed {
+            let mut params: Vec<Value> = vec![until.into()];
+            let list = in_ids(dialect, &ids, &mut params);
+            params.push(until.into());
+            let sql = format!("UPDATE outbox_keys SET expires_at = ? WHERE outbox_id {list} AND expires_at < ?");
+            tx.execute(&sql, &params).await?;
+        }
     }
     let without: Vec<i64> = back.iter().copied().filter(|id| !with_key.contains(id)).collect();
     let mut params = Vec::new();
@@ -133,7 +146,7 @@ async fn take_keys_back(
     for row in tx.query(&former, &params).await? {
         // Whoever comes back with this batch is as good as live.
         let coming = |id: i64| back.contains(&id) && !answers.contains_key(&id);
-        if let Some(answer) = take_back(tx, &row, held, &coming).await? {
+        if let Some(answer) = take_back(tx, &row, expires(&row.int(0)?)?, held, &coming).await? {
             answers.insert(row.int(0)?, answer);
         }
     }
@@ -149,16 +162,17 @@ fn key_column(dialect: Dialect) -> &'static str {
     if dialect == Dialect::Mysql { "`key`" } else { "key" }
 }
 
-/// A message that lost its key takes it back, if it is free; if another has it that lives, or is dead and may come back with
-/// it, that is the answer. A key of what was sent stays there until it is over, and the message comes back without one.
+/// A message that lost its key takes it back, if it is free. If it is another's, who lives, or had it of late, that is the
+/// answer: what was sent under a key since is not done again, and who is dead may come back with it.
 async fn take_back(
     tx: &mut (dyn Tx + Send),
     former: &Row,
+    until: Timestamp,
     held: Held,
     coming: &(dyn Fn(i64) -> bool + Sync),
 ) -> Result<Option<Requeued>> {
     let (dialect, key) = (tx.dialect(), key_column(tx.dialect()));
-    let [id, lane, name, digest, expires_at] = &former.0[..] else {
+    let [id, lane, name, digest, _] = &former.0[..] else {
         return Err(Error::database("a former key has five columns"));
     };
     let insert = match dialect {
@@ -169,7 +183,7 @@ async fn take_back(
         "{} INTO outbox_keys (lane, {key}, outbox_id, digest, expires_at) VALUES (?, ?, ?, ?, ?){}",
         insert.0, insert.1
     );
-    let expires_at: Value = former.opt_time(4)?.map_or(expires_at.clone(), Value::from);
+    let expires_at: Value = former.opt_time(4)?.map_or(until, |former| former.max(until)).into();
     let row = [lane.clone(), name.clone(), id.clone(), digest.clone(), expires_at.clone()];
     if tx.execute(&sql, &row).await? == 1 {
         return Ok(None);
@@ -184,18 +198,13 @@ async fn take_back(
     let holder = tx.query(&sql, &params).await?;
     let Some(holder) = holder.first() else { return Ok(Some(Requeued::Held)) };
     let (holder, is_over) = (holder.int(0)?, holder.bool(1)?);
-    if coming(holder) || !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.into()]).await?.is_empty() {
+    let lives = !tx.query("SELECT 1 FROM outbox WHERE id = ?", &[holder.into()]).await?.is_empty();
+    if lives || !is_over || coming(holder) {
         return Ok(Some(Requeued::Conflict));
     }
-    if is_over {
-        let sql =
-            format!("UPDATE outbox_keys SET outbox_id = ?, digest = ?, expires_at = ? WHERE lane = ? AND {key} = ?");
-        tx.execute(&sql, &[id.clone(), digest.clone(), expires_at, lane.clone(), name.clone()]).await?;
-        return Ok(None);
-    }
-    let dead = "SELECT 1 FROM outbox_done WHERE id = ? AND status = 'dead'";
-    let may_come_back = !tx.query(dead, &[holder.into()]).await?.is_empty();
-    Ok(may_come_back.then_some(Requeued::Conflict))
+    let sql = format!("UPDATE outbox_keys SET outbox_id = ?, digest = ?, expires_at = ? WHERE lane = ? AND {key} = ?");
+    tx.execute(&sql, &[id.clone(), digest.clone(), expires_at, lane.clone(), name.clone()]).await?;
+    Ok(None)
 }
 
 /// Moves locked dead messages back among the live ones; answers which. Where an active key is taken, the message stays.

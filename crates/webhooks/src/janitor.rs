@@ -7,7 +7,7 @@ use postrider::Result;
 use postrider::permit::{permit, withdraw_permit};
 use postrider::store::Mode;
 use postrider::time::micros_of;
-use postrider::tx::{Dialect, Tx, Value, delete_by};
+use postrider::tx::{Dialect, Tx, Value, delete_by, in_ids};
 
 use crate::decide::Status;
 use crate::{Webhooks, catalog};
@@ -88,7 +88,16 @@ async fn prune_events(tx: &mut (dyn Tx + Send), retention: i64) -> Result<usize>
         // A publisher of the same external id may hold one until it commits.
         if tx.dialect() == Dialect::Mysql { " FOR UPDATE SKIP LOCKED" } else { "" }
     );
-    let gone: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    let mut gone: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    if gone.is_empty() {
+        return Ok(0);
+    }
+    // MySQL locks the newest events, and looked for their sagas in an older snapshot: asked once more, with them in hand.
+    let mut params = Vec::new();
+    let list = in_ids(tx.dialect(), &gone, &mut params);
+    let sql = format!("SELECT DISTINCT event_id FROM webhook_delivery_sagas WHERE event_id {list}");
+    let wanted: Vec<i64> = tx.query(&sql, &params).await?.iter().map(|row| row.int(0)).collect::<Result<_>>()?;
+    gone.retain(|id| !wanted.contains(id));
     if gone.is_empty() {
         return Ok(0);
     }

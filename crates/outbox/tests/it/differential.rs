@@ -490,7 +490,8 @@ impl Oracle {
         {
             return Requeued::Conflict;
         }
-        let due = (self.now, self.op);
+        let (due, until) = ((self.now, self.op), self.now + KEY_TTL);
+        self.keys.values_mut().filter(|key| key.message == n).for_each(|key| key.expires = key.expires.max(until));
         let row = &mut self.rows[n];
         (row.state, row.attempts, row.crashes, row.due) = (State::Live, 0, 0, due);
         Requeued::Requeued

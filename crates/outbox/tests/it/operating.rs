@@ -96,9 +96,12 @@ async fn p8_requeue_respects_a_key_that_another_has(db: Database) {
     assert_eq!((db.status(first).await, db.status(second).await), (Status::Dead, Status::Pending));
     let lease = db.claim_ids("brief", "w", &[second]).await[0].lease();
     db.settle("brief", "w", lease, Verdict::sent()).await;
+    assert_eq!(db.outbox.requeue(vec![first]).await.unwrap(), [Requeued::Conflict], "it was done since");
     // The other has ended and its key is over too: the first has it again as long as it lives.
     db.advance(secs(101));
     assert_eq!(db.outbox.requeue(vec![first]).await.unwrap(), [Requeued::Requeued]);
+    let again = db.enqueue(keyed("x")).await;
+    assert_eq!((again.id, again.outcome), (first, Enqueued::Exists), "it has its key");
     db.advance(secs(101));
     let entry = db.enqueue(keyed("z")).await;
     assert_eq!((entry.id, entry.outcome), (first, Enqueued::Differs), "a key is not free while its message lives");

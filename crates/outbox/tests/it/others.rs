@@ -29,6 +29,7 @@ on_every_store! {
     p9_a_caller_told_that_an_active_key_exists_costs_no_lease,
     p9_a_key_newer_than_the_callers_snapshot_costs_no_lease,
     p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting,
+    p8_a_key_that_came_back_is_taken_for_a_caller_with_an_old_snapshot,
     p9_a_caller_with_an_active_key_keeps_nobody_waiting,
     p8_the_active_key_of_a_message_taken_away_by_hand_is_free,
     p8_of_several_dead_under_one_key_one_comes_back,
@@ -328,6 +329,36 @@ async fn p9_a_key_newer_than_the_callers_snapshot_costs_no_lease(db: Database) {
         let sent = Settlement::new(claimed.lease(), Verdict::sent());
         assert_eq!(store.settle("a", "w", &[sent]).await.unwrap(), [Settled::Applied]);
     }
+}
+
+/// A key is over and its message dead when the caller first looks, and comes back before it enqueues under the same key.
+async fn p8_a_key_that_came_back_is_taken_for_a_caller_with_an_old_snapshot(db: Database) {
+    use mysql_async::prelude::Queryable;
+    if db.dialect != Dialect::Mysql {
+        return; // PostgreSQL refuses such a caller (40001), SQLite has one writer
+    }
+    for by_procedure in [false, true] {
+        let key = format!("k-{by_procedure}");
+        let message = || NewMessage::new("a", "x").key(key.clone());
+        let id = db.put_dead(message()).await;
+        let over = "UPDATE outbox_keys SET expires_at = UTC_TIMESTAMP(6) - INTERVAL 1 SECOND WHERE outbox_id = ";
+        db.raw().await.run(&format!("{over}{id}")).await.unwrap();
+        let mut session = db.raw().await;
+        session.run("BEGIN").await.unwrap();
+        session.run("SELECT COUNT(*) FROM outbox").await.unwrap(); // what it sees from now on
+        assert_eq!(db.outbox.requeue(vec![id]).await.unwrap(), [Requeued::Requeued]);
+        let exists = if by_procedure {
+            let crate::harness::Raw::Mysql(conn) = &mut session else { unreachable!("MySQL") };
+            let call = format!("CALL postrider_enqueue('a', 'x', '{key}', NULL, NULL, NULL, @id, @outcome)");
+            conn.query_drop(call).await.unwrap();
+            conn.query_first::<String, _>("SELECT @outcome").await.unwrap().as_deref() == Some("exists")
+        } else {
+            enqueue_in(&db, &mut session, message()).await == Enqueued::Exists
+        };
+        assert!(exists, "by the procedure: {by_procedure}");
+        session.run("COMMIT").await.unwrap();
+    }
+    assert_eq!(db.count("outbox").await, 2);
 }
 
 async fn p9_a_caller_told_that_an_ended_message_exists_keeps_nobody_waiting(db: Database) {

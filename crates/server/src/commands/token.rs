@@ -15,6 +15,7 @@ use crate::tokens::{Scope, Token, Tokens, Wish};
 
 /// Lanes, and spaces, that one token names.
 const MOST_NAMED: usize = 100;
+const MOST_NAME_BYTES: usize = 255;
 
 pub async fn run(config: &Config, args: cli::Token, output: Output) -> Result<Ending> {
     match args {
@@ -34,6 +35,9 @@ async fn create(config: &Config, args: cli::CreateToken, output: Output) -> Resu
                 format!("{flag} was given {} times; a token is for at most {MOST_NAMED}, or for all", named.len());
             return Err(Failure::usage(what));
         }
+    }
+    if args.name.len() > MOST_NAME_BYTES {
+        return Err(Failure::usage(format!("--name takes at most {MOST_NAME_BYTES} bytes")));
     }
     if args.expires.is_some_and(|after| after.is_zero()) {
         return Err(Failure::usage(

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode, Version, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
@@ -123,7 +123,7 @@ async fn known(app: &App, token: &str) -> Result<Caller, Refusal> {
 }
 
 /// What proxies add to the requests they pass on.
-const OF_PROXIES: [&str; 18] = [
+const OF_PROXIES: [&str; 25] = [
     "ali-cdn-real-ip",
     "cdn-loop",
     "client-ip",
@@ -132,20 +132,27 @@ const OF_PROXIES: [&str; 18] = [
     "incap-client-ip",
     "proxy-client-ip",
     "proxy-connection",
+    "remote-addr",
+    "rs-client-ip",
     "true-client-ip",
     "via",
     "x-client-ip",
+    "x-amzn-trace-id",
     "x-cluster-client-ip",
     "x-from-ip",
     "x-originating-ip",
     "x-real-ip",
     "x-realip",
+    "x-remote-addr",
+    "x-remote-ip",
+    "x-scheme",
     "x-sucuri-clientip",
+    "x-url-scheme",
     "x-varnish",
 ];
 
 /// The same by how their names begin.
-const BEGIN_OF_PROXIES: [&str; 24] = [
+const BEGIN_OF_PROXIES: [&str; 25] = [
     "akamai-",
     "cf-",
     "cloudfront-",
@@ -158,10 +165,11 @@ const BEGIN_OF_PROXIES: [&str; 24] = [
     "x-akamai-",
     "x-amz-cf-",
     "x-appengine-",
+    "x-appgw-",
     "x-arr-",
     "x-azure-",
     "x-envoy-",
-    "x-forwarded",
+    "x-forward",
     "x-http-forwarded",
     "x-nf-",
     "x-nginx-",
@@ -212,9 +220,10 @@ pub fn same_site(headers: &HeaderMap) -> Result<(), Refusal> {
 
 pub fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
     let host = headers.get(header::HOST).map_or("", |host| host.to_str().unwrap_or("?"));
-    let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
-    let own = origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host);
-    if own { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
+    let is_own = |origin: &HeaderValue| {
+        origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host)
+    };
+    if headers.get_all(header::ORIGIN).iter().all(is_own) { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
 }
 
 /// A part's routes are for tokens that reach its lane.

@@ -494,7 +494,7 @@ pub async fn requeue(
     match app.outbox.requeue(vec![id]).await?.first() {
         Some(Requeued::Requeued) => Ok(Json(find(&app, &caller, id).await?.into())),
         Some(Requeued::Conflict) => {
-            conflict("ACTIVE_KEY_TAKEN", format!("another live message has the key or the active key of message {id}"))
+            conflict("ACTIVE_KEY_TAKEN", format!("another message has the key or the active key of message {id}"))
         }
         Some(Requeued::Held) => {
             conflict("MESSAGE_HELD", format!("somebody else holds message {id} or its key at the moment; try again"))

@@ -869,6 +869,8 @@ fn tools_over_mcp_in_both_eras_and_as_a_plain_body() {
     ask(json!({"tool": "memory_store", "arguments": {"text": "x"}}), &[]).refused(422, "INVALID_ARGUMENTS");
     ask(json!({"tool": "memory_store"}), &[("origin", "http://evil.example")]).refused(403, "FORBIDDEN");
     let own = format!("http://{}", server.address);
+    let two = [("origin", own.as_str()), ("origin", "http://evil.example")];
+    ask(json!({"tool": "outbox_status"}), &two).refused(403, "FORBIDDEN");
     ask(json!({"tool": "outbox_status"}), &[("origin", &own)]).answered(200);
 
     let initialize = json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {

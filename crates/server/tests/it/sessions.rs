@@ -256,6 +256,9 @@ fn what_a_proxy_passed_on_needs_a_token() {
         ("WL-Proxy-Client-IP", "192.0.2.1"),
         ("X-Originating-IP", "192.0.2.1"),
         ("X-HTTP-Forwarded-For", "192.0.2.1"),
+        ("X-Forwarder-For", "192.0.2.1"),
+        ("X-Remote-IP", "192.0.2.1"),
+        ("X-Amzn-Trace-Id", "Root=1-67891233-abcdef012345678912345678"),
     ];
     let lower = format!("bearer {token}");
     server.request("GET", "/v1/outbox", &[("authorization", lower.as_str())], b"").answered(200);
