@@ -98,7 +98,7 @@ impl MemoryCourier {
         };
         let turns = &self.0.0.turns;
         let Some(left) = open.doubt else {
-            let turn = turns.take(&open.note);
+            let turn = turns.wait(&open.note, self.0.0.settings.under_way).await;
             return Ok(turn.map_or_else(|| later(self.0.look_every()), |turn| Doubted::Write(false, turn)));
         };
         turns.doubt(&open.note, left);
@@ -122,7 +122,8 @@ impl MemoryCourier {
             _ if !left.is_zero() => return Ok(later(left.min(self.0.look_every()))),
             _ => {}
         }
-        let Some(turn) = turns.take(&open.note) else { return Ok(later(self.0.look_every())) };
+        let turn = turns.wait(&open.note, self.0.0.settings.under_way).await;
+        let Some(turn) = turn else { return Ok(later(self.0.look_every())) };
         // From here on it is a new write: should we die in it, the doubt begins anew.
         self.set_doubt(open.copy, None).await?;
         Ok(Doubted::Write(true, turn))

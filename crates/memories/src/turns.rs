@@ -10,8 +10,9 @@ use tokio::sync::Notify;
 
 use crate::note::Note;
 
-/// However long a write may be under way.
+/// However long a write may be under way, and however short.
 const MOST: u128 = 12;
+const LEAST: u128 = 4;
 
 /// A memory by its space and digest.
 type Key = (String, String);
@@ -45,7 +46,11 @@ pub(crate) struct Turn {
 impl Turns {
     /// So many that the last of them is written within `under_way`, if none takes longer than `timeout`.
     pub fn new(timeout: Duration, under_way: Duration) -> Arc<Turns> {
-        let most = (under_way.as_millis() / timeout.as_millis().max(1)).clamp(1, MOST) as usize;
+        let most = under_way.as_millis() / timeout.as_millis().max(1);
+        Turns::of(most.clamp(LEAST, MOST) as usize, under_way)
+    }
+
+    fn of(most: usize, under_way: Duration) -> Arc<Turns> {
         Arc::new(Turns { state: Mutex::default(), freed: Notify::new(), most, under_way })
     }
 
@@ -140,14 +145,14 @@ mod tests {
     #[test]
     fn there_are_as_many_as_come_to_an_end_in_time() {
         let secs = Duration::from_secs;
-        for (timeout, under_way, most) in [(5, 60, 12), (1, 60, 12), (5, 20, 4), (5, 3, 1)] {
+        for (timeout, under_way, most) in [(5, 60, 12), (1, 60, 12), (5, 30, 6), (5, 3, 4)] {
             assert_eq!(Turns::new(secs(timeout), secs(under_way)).most, most);
         }
     }
 
     #[test]
     fn what_is_in_doubt_has_its_turn_until_that_is_over() {
-        let turns = Turns::new(Duration::from_secs(30), Duration::from_secs(60));
+        let turns = Turns::of(2, Duration::from_secs(60));
         let mut first = turns.take(&note("1")).unwrap();
         let second = turns.take(&note("2")).unwrap();
         assert!(turns.take(&note("3")).is_none(), "two are under way");
@@ -166,7 +171,7 @@ mod tests {
 
     #[tokio::test]
     async fn whoever_waits_gets_the_turn_of_one_that_ends() {
-        let turns = Turns::new(Duration::from_secs(60), Duration::from_secs(60));
+        let turns = Turns::of(1, Duration::from_secs(60));
         let first = turns.take(&note("1")).unwrap();
         let (handle, patience) = (turns.clone(), Duration::from_secs(60));
         let waits = tokio::spawn(async move { handle.wait(&note("2"), patience).await.is_some() });

@@ -176,7 +176,7 @@ impl Proxy {
         for backend in open {
             // MySQL cannot tell while somebody's statement has bytes in it that are no text: it is over soon.
             let mut told = Err(String::new());
-            for _ in 0..100 {
+            for _ in 0..1000 {
                 told = admin.try_number(&format!("{sql} = {}", backend.id)).await;
                 if told.is_ok() {
                     break;

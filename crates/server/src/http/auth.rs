@@ -223,7 +223,11 @@ pub fn own_origin(headers: &HeaderMap) -> Result<(), Refusal> {
     let is_own = |origin: &HeaderValue| {
         origin.to_str().ok().and_then(|origin| origin.split_once("://")).is_some_and(|(_, site)| site == host)
     };
-    if headers.get_all(header::ORIGIN).iter().all(is_own) { Ok(()) } else { Err(forbidden("requests from pages of other sites are refused".to_owned())) }
+    if headers.get_all(header::ORIGIN).iter().all(is_own) {
+        Ok(())
+    } else {
+        Err(forbidden("requests from pages of other sites are refused".to_owned()))
+    }
 }
 
 /// A part's routes are for tokens that reach its lane.

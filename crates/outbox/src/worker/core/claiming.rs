@@ -162,7 +162,7 @@ impl Core {
             place.mark = place.mark.max(reached);
             place.deep = !claimed.exhausted;
             place.hungry |= place.deep;
-            place.dry = claimed.messages.is_empty() && claimed.exhausted;
+            place.dry = claimed.messages.is_empty() && claimed.exhausted && issued >= lane.given_back_at;
             if place.dry && self.once && !place.walk.clean {
                 place.walk.next_at = now;
             }

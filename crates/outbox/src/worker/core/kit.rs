@@ -8,9 +8,17 @@ pub fn at(millis: u64) -> Tick {
 }
 
 pub fn core(lane: LaneSettings) -> Core {
+    core_of(lane, false)
+}
+
+/// One that ends when nothing is due.
+pub fn once(lane: LaneSettings) -> Core {
+    core_of(lane, true)
+}
+
+fn core_of(lane: LaneSettings, once: bool) -> Core {
     let lane = LaneSettings { shards: vec![0], ..lane };
-    let settings =
-        Settings { owner: "w".to_owned(), lanes: vec![lane], drain: Duration::from_secs(5), once: false, seed: 7 };
+    let settings = Settings { owner: "w".to_owned(), lanes: vec![lane], drain: Duration::from_secs(5), once, seed: 7 };
     let mut core = Core::new(settings, at(0));
     core.handle(at(0), Event::Paused { lanes: vec![] });
     core

@@ -394,6 +394,8 @@ struct Lane {
     /// Outcomes whose rows somebody else has locked, and when to ask for them again, apart from the others.
     locked: Vec<(Tick, Settlement)>,
     settling_locked: bool,
+    /// When something was last given back that is due at once.
+    given_back_at: Tick,
     /// What is to be given back, and not before when.
     give_back: Vec<(Tick, Lease, GiveBack)>,
     giving_back: usize,
@@ -522,6 +524,7 @@ impl Core {
             settle_trouble: Trouble::default(),
             locked: Vec::new(),
             settling_locked: false,
+            given_back_at: Tick::default(),
             give_back: Vec::new(),
             giving_back: 0,
             renew_at: Tick::from_micros(u64::MAX),

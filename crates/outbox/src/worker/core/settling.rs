@@ -159,9 +159,11 @@ impl Core {
         match result {
             Ok(answers) => {
                 if how == GiveBack::now() {
-                    // Due again, behind the mark: with `once` only a walk that begins after this has seen everything.
+                    // Due again, behind the mark or beyond it: with `once` only a claim and a walk that begin after this
+                    // have seen everything.
+                    lane.given_back_at = now;
                     for shard in &mut lane.shards {
-                        (shard.walk.clean, shard.walk.began_dry) = (false, false);
+                        (shard.walk.clean, shard.walk.began_dry, shard.dry) = (false, false, false);
                     }
                 }
                 for (lease, answer) in leases.into_iter().zip(answers) {
@@ -283,7 +285,7 @@ impl Lane {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kit::{at, claimed, core, delivering};
+    use super::super::kit::{at, claimed, core, delivering, once};
     use super::*;
 
     fn unknown() -> Error {
@@ -322,6 +324,58 @@ mod tests {
         core.handle(at(3), Event::Settled { op, result: Err(unknown()) });
         let (_, again) = settle(&core.step(at(5_000))).expect("it is asked for again");
         assert!(again, "it may be recorded already");
+    }
+
+    /// As a database does that has nothing more.
+    fn answer(core: &mut Core, now: Tick, command: &Command) {
+        let nothing = || crate::store::Walked { seen: vec![], now: crate::time::Timestamp::from_micros(0) };
+        let event = match command {
+            Command::Walk { op, .. } => Some(Event::Walked { op: *op, result: Ok(nothing()) }),
+            Command::Settle { op, entries, .. } => {
+                Some(Event::Settled { op: *op, result: Ok(entries.iter().map(|_| Settled::Applied).collect()) })
+            }
+            command => claimed(command, &[], |_| {}),
+        };
+        event.into_iter().for_each(|event| core.handle(now, event));
+    }
+
+    /// One message expires while it waits behind another, and is given back at a moment when all else has been looked for.
+    #[test]
+    fn with_once_what_was_given_back_is_claimed_again() {
+        for given_back_at in (1_000..3_000).step_by(50) {
+            let mut core = once(LaneSettings { concurrency: 1, batch: 8, ..LaneSettings::new("one") });
+            let expires = |message: &mut Message| {
+                message.deliver_before = (message.id == 2).then(|| crate::time::Timestamp::from_micros(500_000));
+            };
+            for command in core.step(at(0)) {
+                match claimed(&command, &[1, 2], expires) {
+                    Some(both) => core.handle(at(1), both),
+                    None => answer(&mut core, at(1), &command),
+                }
+            }
+            core.step(at(1)).iter().for_each(|command| answer(&mut core, at(1), command));
+            core.handle(at(600), Event::Delivered { id: 1, outcome: Outcome::sent(), begun: false });
+            let mut given_back = None;
+            for millis in (600..given_back_at).step_by(10) {
+                for command in core.step(at(millis)) {
+                    match command {
+                        Command::Defer { op, .. } => given_back = Some(op),
+                        command => answer(&mut core, at(millis), &command),
+                    }
+                }
+            }
+            let op = given_back.expect("the second has expired");
+            core.handle(at(given_back_at), Event::Deferred { op, result: Ok(vec![LeaseState::Held]) });
+            let mut asked = false;
+            for millis in (given_back_at + 1..given_back_at + 8_000).step_by(10) {
+                for command in core.step(at(millis)) {
+                    asked |= matches!(command, Command::Claim { .. });
+                    answer(&mut core, at(millis), &command);
+                }
+                assert!(asked || !core.finished(at(millis)), "it ends without having looked for what it gave back");
+            }
+            assert!(asked && core.finished(at(given_back_at + 8_000)), "it ends");
+        }
     }
 
     #[test]
