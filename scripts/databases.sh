@@ -122,9 +122,10 @@ start_mysql() { # start_mysql NAME PORT: MySQL or MariaDB of another release, by
         common+=(--lc-messages-dir="$share" --plugin-dir="$root/usr/lib/mysql/plugin" --character-set-server=utf8mb4)
         mkdir -p "$here/d/mysql" && { ((EUID != 0)) || chown -R nobody "$here/d"; }
         {
-            echo "USE mysql; SET @auth_root_socket=NULL; SET @skip_auth_anonymous=NULL;"
+            printf '%s;\n' 'USE mysql' 'SET @auth_root_socket=NULL' 'SET @skip_auth_anonymous=NULL'
             cat "$share"/mariadb_system_tables.sql "$share"/mariadb_performance_tables.sql "$share"/mariadb_system_tables_data.sql
-        } | as_nobody "${loader[@]}" "$server" "${common[@]}" --bootstrap --skip-grant-tables >"$data/log" 2>&1
+        } | as_nobody "${loader[@]}" "$server" "${common[@]}" --bootstrap --skip-grant-tables >"$data/log" 2>&1 ||
+            { tail -n 5 "$data/log" >&2 && return 1; }
     else
         server=$root/usr/sbin/mysqld
         common+=(--lc-messages-dir="$root/usr/share/mysql" --plugin-dir="$root/usr/lib/mysql/plugin"

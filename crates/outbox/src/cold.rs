@@ -81,7 +81,8 @@ pub(crate) async fn renew(
         let (locked, updated) = (tx.now().plus(0, &mut params), tx.now().plus(0, &mut params));
         let list = in_ids(tx.dialect(), &held, &mut params);
         let sql = format!(
-            "UPDATE outbox SET lease_until = {until}, locked_at = {locked}, updated_at = {updated} WHERE id {list}"
+            "UPDATE {} SET lease_until = {until}, locked_at = {locked}, updated_at = {updated} WHERE id {list}",
+            by_id(tx.dialect())
         );
         tx.execute(&sql, &params).await?;
     }
@@ -124,7 +125,8 @@ pub(crate) async fn defer(
         };
         let list = in_ids(tx.dialect(), &held, &mut params);
         let sql = format!(
-            "UPDATE outbox SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why}{unsure} WHERE id {list}"
+            "UPDATE {} SET due_at = {due}, updated_at = {now}, locked_by = NULL, locked_at = NULL, lease_until = NULL{why}{unsure} WHERE id {list}",
+            by_id(tx.dialect())
         );
         tx.execute(&sql, &params).await?;
         if how.code.as_deref() == Some(code::SHUTDOWN) {
@@ -198,7 +200,8 @@ pub(crate) async fn wake_waiting(
         let mut params = Vec::new();
         let now = tx.now().plus(0, &mut params);
         let list = in_ids(tx.dialect(), &ids, &mut params);
-        tx.execute(&format!("UPDATE outbox SET due_at = {now} WHERE id {list}"), &params).await?;
+        let sql = format!("UPDATE {} SET due_at = {now} WHERE id {list}", by_id(tx.dialect()));
+        tx.execute(&sql, &params).await?;
     }
     Ok(ids.len())
 }
@@ -278,8 +281,9 @@ pub(crate) async fn seize(
         let list = in_ids(dialect, &found, &mut params);
         // `maybe_sent` before `locked_by`: MySQL assigns from left to right.
         let sql = format!(
-            "UPDATE outbox SET maybe_sent = CASE WHEN locked_by IS NULL THEN maybe_sent ELSE {truth} END,
-                    lease_token = lease_token + 1, lease_until = {until}, locked_at = {now}, locked_by = ? WHERE id {list}"
+            "UPDATE {} SET maybe_sent = CASE WHEN locked_by IS NULL THEN maybe_sent ELSE {truth} END,
+                    lease_token = lease_token + 1, lease_until = {until}, locked_at = {now}, locked_by = ? WHERE id {list}",
+            by_id(dialect)
         );
         tx.execute(&sql, &params).await?;
     }
@@ -527,8 +531,9 @@ pub(crate) async fn release_expired(
     };
     let list = in_ids(dialect, &ids, &mut params);
     let sql = format!(
-        "UPDATE outbox SET due_at = {due}, updated_at = {updated}, lease_token = lease_token + 1, locked_by = NULL, locked_at = NULL,
-                lease_until = NULL, last_error_code = ?{unsure} WHERE id {list}"
+        "UPDATE {} SET due_at = {due}, updated_at = {updated}, lease_token = lease_token + 1, locked_by = NULL, locked_at = NULL,
+                lease_until = NULL, last_error_code = ?{unsure} WHERE id {list}",
+        by_id(dialect)
     );
     tx.execute(&sql, &params).await?;
     Ok(ids)
