@@ -118,6 +118,8 @@ async fn p8_requeue_respects_a_key_that_another_has(db: Database) {
     assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict], "{fourth} may come back with it");
     assert_eq!(db.outbox.requeue(vec![fourth]).await.unwrap(), [Requeued::Requeued]);
     assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict]);
+    db.advance(secs(101));
+    assert_eq!(db.outbox.requeue(vec![third]).await.unwrap(), [Requeued::Conflict], "it is over, and {fourth} lives");
 }
 
 async fn p8_requeue_and_enqueue_race_for_a_key_that_is_over(db: Database) {
