@@ -138,7 +138,9 @@ scm-million: ## Read a Git history of a million commits, and see that memory doe
 	cargo test --locked -p postrider-server --test it -- --ignored bounded_memory --nocapture
 
 .PHONY: ci
-ci: lint test sweep-some mutants-some api receivers mcp ## Everything CI runs
+ci: lint test mutants-some api receivers mcp ## Everything CI runs
+	# What is wrong is wrong twice; a busy machine may be too slow for its deadlines once.
+	$(MAKE) sweep-some || $(MAKE) sweep-some
 	$(MAKE) databases NAMES="--kernel mysql-9.7 postgres-18"
 	VERIFY_FULL=1 $(MAKE) verify-unified
 	$(MAKE) demo

@@ -282,15 +282,17 @@ impl<'a, S: Subject> Stage<'a, S> {
 
     async fn without_fault(&mut self) {
         let name = self.subject.name();
+        let mut last = String::new();
         for _ in 1..TRIES {
             match self.try_without_fault().await {
                 Err(error) if matches!(error.kind, Kind::Timeout | Kind::Overloaded | Kind::Unreachable) => {
+                    last = error.to_string();
                     tokio::time::sleep(PAUSE).await;
                 }
                 done => return done.unwrap_or_else(|error| panic!("{name}, without a fault: {error}")),
             }
         }
-        panic!("{name}: not once without trouble")
+        panic!("{name}: not once without trouble: {last}")
     }
 
     async fn try_without_fault(&mut self) -> Result<()> {
