@@ -153,11 +153,10 @@ async fn a_burst_does_not_make_a_doubt_wait_anew(ground: Ground) {
     home.broker.next(&[Act::LoseReply]);
     let id = home.place("again").await;
     let waits = format!("outbox WHERE id = {id} AND last_error_code LIKE 'AWAITS_LOOK_UP%'");
-    {
-        let _working = home.work();
-        wait_until("it waits for its look-up", async || home.count(&waits).await == 1).await;
-    }
-    wait_until("the worker is gone and it is due", async || match home.try_claim().await {
+    let working = home.work();
+    wait_until("it waits for its look-up", async || home.count(&waits).await == 1).await;
+    working.end().await;
+    wait_until("it is due", async || match home.try_claim().await {
         None => false,
         Some(message) => {
             home.outbox

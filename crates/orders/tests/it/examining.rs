@@ -35,8 +35,9 @@ async fn a_healthy_house_has_no_findings(ground: Ground) {
     ]);
     for key in ["sent", "refused"] {
         home.place(key).await;
-        let _working = home.work();
+        let working = home.work();
         wait_until("it has ended", async || ["succeeded", "aborted"].contains(&home.view(key).await.0.as_str())).await;
+        working.end().await;
     }
     home.broker.next(&[Act::LoseReply]);
     home.place("parked").await;
@@ -181,11 +182,10 @@ async fn strangers_are_reaped(ground: Ground) {
     ))
     .await
     .unwrap();
-    {
-        let _working = home.work();
-        let aborted = "outbox_done WHERE last_error_code = 'IDEMPOTENCY_CONFLICT'";
-        wait_until("it is aborted", async || home.count(aborted).await == 1).await;
-    }
+    let working = home.work();
+    let aborted = "outbox_done WHERE last_error_code = 'IDEMPOTENCY_CONFLICT'";
+    wait_until("it is aborted", async || home.count(aborted).await == 1).await;
+    working.end().await;
     wait_until("all of it is gone", async || {
         home.orders.reap().await.unwrap();
         home.count("outbox_done").await == 0

@@ -19,6 +19,7 @@ use postrider_orders::{
     Book, Entry, Idempotency, LANE, MIGRATIONS, NewOrder, Order, Orders, Placed, Settings, lane_rules, lane_settings,
 };
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use proving::kit::scratch::{self, Scratch};
 
@@ -334,26 +335,41 @@ impl Home {
         (settings.poll, settings.budgets.max_attempts) = (Duration::from_millis(20), 3);
         settings.budgets.backoff = Backoff::Table(vec![Duration::from_millis(20)]);
         let worker = Worker::new(self.outbox.clone()).lane_with(settings, Arc::new(self.orders.courier()));
-        tokio::spawn(worker.run(async move { drop(stopped.wait_for(|stop| *stop).await) }));
-        Working(stop)
+        let stopped = async move { drop(stopped.wait_for(|stop| *stop).await) };
+        let task = tokio::spawn(async move { drop(worker.run(stopped).await.unwrap()) });
+        Working { stop, task: Some(task) }
     }
 
-    /// Works until the message of this key has ended or is parked.
+    /// Works until the message of this key has ended or is parked, and no longer.
     pub async fn work_until(&self, key: &str, status: &str) {
-        let _working = self.work();
+        let working = self.work();
         wait_until(&format!("{key} is {status}"), async || {
             let code = self.view(key).await;
             code.0 == status || code.2.as_deref() == Some(status)
         })
         .await;
+        working.end().await;
     }
 }
 
-pub struct Working(watch::Sender<bool>);
+pub struct Working {
+    stop: watch::Sender<bool>,
+    task: Option<JoinHandle<()>>,
+}
+
+impl Working {
+    /// Stops it, and waits until it does nothing any more.
+    pub async fn end(mut self) {
+        let _ = self.stop.send(true);
+        if let Some(task) = self.task.take() {
+            task.await.unwrap();
+        }
+    }
+}
 
 impl Drop for Working {
     fn drop(&mut self) {
-        let _ = self.0.send(true);
+        let _ = self.stop.send(true);
     }
 }
 

@@ -330,11 +330,10 @@ async fn the_look_up_waits_anew_after_a_crash(ground: Ground) {
     let id = home.place("k").await;
     home.claimed_by_one_who_dies().await;
     home.said_that_it_begins(id).await;
-    {
-        let _working = home.work();
-        let waits = format!("outbox WHERE id = {id} AND last_error_code LIKE 'AWAITS_LOOK_UP%'");
-        wait_until("it waits", async || home.count(&waits).await == 1).await;
-    }
+    let working = home.work();
+    let waits = format!("outbox WHERE id = {id} AND last_error_code LIKE 'AWAITS_LOOK_UP%'");
+    wait_until("it waits", async || home.count(&waits).await == 1).await;
+    working.end().await;
     // Whoever claims it now and dies may have sent it: the wait starts again.
     let mut claimed = false;
     wait_until("another has claimed it", async || {

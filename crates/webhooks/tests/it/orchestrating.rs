@@ -37,7 +37,7 @@ async fn a_result_that_comes_twice_changes_nothing(home: Home) {
     let (_, sagas) = home.publish("a", "x").await;
     let working = home.work();
     home.ends(sagas[0], "PendingRetry").await;
-    drop(working);
+    working.end().await;
     let job = home.rows("SELECT job_id FROM webhook_attempts").await[0].int(0).unwrap();
     let now = if home.url.starts_with("sqlite") { "1" } else { "CURRENT_TIMESTAMP" };
     for (attempt, success) in [(1, 0), (1, 1), (2, 1), (2, 0)] {
@@ -292,7 +292,7 @@ async fn several_orchestrators_and_workers_share_the_work(home: Home) {
 async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
     let receiver = Receiver::with_status(200).await;
     let (subscription, _) = home.subscribe(&receiver.url, &["order.*"]).await;
-    let _working = home.work();
+    let working = home.work();
     let events =
         (0..30).map(|n| NewEvent::new(if n % 3 == 0 { "order.paid" } else { "order.void" }, n.to_string())).collect();
     home.webhooks.publish(events).await.unwrap();
@@ -324,7 +324,7 @@ async fn a_replay_sends_again_what_it_is_asked_to(home: Home) {
     assert!(home.webhooks.count_replay(backwards).await.is_err());
     let nobody = NewReplay { subscription_id: 99, ..wanted.clone() };
     assert!(home.webhooks.replay(nobody).await.unwrap().is_none());
-    drop(_working);
+    working.end().await;
     let cancelled = home.webhooks.replay(wanted).await.unwrap().unwrap();
     assert_eq!(home.webhooks.cancel_replay(cancelled.id).await.unwrap().unwrap().status, "cancelled");
     home.webhooks.pass().await.unwrap();

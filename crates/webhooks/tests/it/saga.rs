@@ -273,7 +273,7 @@ async fn nothing_is_started_before_its_time_nor_after_its_end(home: Home) {
     assert_eq!((home.status(sagas[0]).await.as_str(), home.count(JOBS).await), ("PendingRetry", 0), "not yet");
     home.rows("UPDATE webhook_delivery_sagas SET next_attempt_at = created_at").await;
     home.ends(sagas[0], "DeadLettered").await;
-    drop(working);
+    working.end().await;
     for _ in 0..3 {
         home.webhooks.pass().await.unwrap();
     }
