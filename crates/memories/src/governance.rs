@@ -75,7 +75,7 @@ impl Memories {
 
     /// Says what a project allows from now on.
     pub async fn govern(&self, rules: Governance, by: &str) -> Result<()> {
-        check_space(&format!("team:{}", rules.project_key)).map_err(Error::invalid)?;
+        rules.check().map_err(Error::invalid)?;
         let by = by.to_owned();
         self.transact(Mode::Write, move |tx| {
             let (rules, by) = (rules.clone(), by.clone());

@@ -7,6 +7,8 @@ use serde_json::{Map, Value};
 pub const MAX_SPACE_BYTES: usize = MAX_KEY_BYTES - 65;
 /// Longest kind, in bytes.
 pub const MAX_KIND_BYTES: usize = 100;
+/// Most kinds a project may name.
+const MAX_KINDS: usize = 100;
 /// Most bytes of `meta_json`, and of `evidence_refs`, as JSON.
 pub const MAX_EXTRAS_BYTES: usize = 64 * 1024;
 
@@ -50,7 +52,7 @@ impl NewMemory {
             return Err(format!("payload_md is longer than the {most_bytes} bytes a memory may have; shorten it"));
         }
         let short = |name: &str, text: &Option<String>, most: usize| match text {
-            Some(text) if text.is_empty() || text.len() > most || text.chars().any(char::is_control) => {
+            Some(text) if !is_short(text, most) => {
                 Err(format!("{name} has 1 to {most} bytes and no control characters"))
             }
             _ => Ok(()),
@@ -122,6 +124,10 @@ pub fn active_key(space: &str, payload_sha: &str) -> String {
     format!("{space}/{payload_sha}")
 }
 
+fn is_short(text: &str, most: usize) -> bool {
+    !text.is_empty() && text.len() <= most && !text.chars().any(char::is_control)
+}
+
 /// What a project allows.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Governance {
@@ -141,6 +147,24 @@ impl Governance {
             team_write_enabled: true,
             allowed_kinds: None,
             max_length: None,
+        }
+    }
+
+    /// Can it be stored, and can a memory keep to it?
+    pub fn check(&self) -> Result<(), String> {
+        check_space(&format!("team:{}", self.project_key))?;
+        let kinds = self.allowed_kinds.as_deref().unwrap_or_default();
+        if kinds.len() > MAX_KINDS {
+            return Err(format!("{} kinds are too many: a project names at most {MAX_KINDS}", kinds.len()));
+        }
+        if kinds.iter().any(|kind| !is_short(kind, MAX_KIND_BYTES)) {
+            return Err(format!("a kind has 1 to {MAX_KIND_BYTES} bytes and no control characters"));
+        }
+        match self.max_length {
+            Some(most) if i64::try_from(most).is_err() => {
+                Err("no memory is ever that long; lower the length".to_owned())
+            }
+            _ => Ok(()),
         }
     }
 
@@ -204,6 +228,14 @@ mod tests {
             memory.check("team:default", 100).unwrap()
         };
         let open = Governance::open("pay");
+        assert_eq!(open.check(), Ok(()));
+        let kinds = |kinds: Vec<String>| Governance { allowed_kinds: Some(kinds), ..open.clone() }.check();
+        assert_eq!(kinds((0..100).map(|n| format!("k{n}")).collect()), Ok(()));
+        assert!(kinds((0..101).map(|n| format!("k{n}")).collect()).unwrap_err().contains("101 kinds"));
+        assert!(kinds(vec!["k".repeat(MAX_KIND_BYTES + 1)]).unwrap_err().contains("bytes"));
+        assert!(kinds(vec![String::new()]).is_err());
+        assert!(Governance { max_length: Some(u64::MAX), ..open.clone() }.check().is_err());
+        assert!(Governance::open("a b").check().is_err());
         assert_eq!(open.refuses(&note(None, "team:pay", "x")), None);
         let closed = Governance { team_write_enabled: false, ..open.clone() };
         assert_eq!(closed.refuses(&note(None, "team:pay", "x")).unwrap().0, "team_write_disabled");

@@ -56,6 +56,12 @@ fn error(id: Option<&RawValue>, code: i64, message: impl Into<String>) -> Value 
     json!({ "jsonrpc": "2.0", "id": id, "error": { "code": code, "message": message.into() } })
 }
 
+/// An error for whoever sent this, whatever it was.
+pub fn told(bytes: &[u8], message: &str) -> Value {
+    let envelope: Option<Envelope> = serde_json::from_slice(bytes).ok();
+    error(envelope.and_then(|envelope| envelope.id), INVALID_REQUEST, message)
+}
+
 /// The answer to what the SDK would not answer, or not rightly.
 pub fn refusal(bytes: &[u8]) -> Option<Value> {
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);

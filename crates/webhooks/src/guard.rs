@@ -24,7 +24,7 @@ impl FromStr for Cidr {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no range of addresses; write it like 10.0.0.0/8 or fd00::/8");
+        let wrong = || "a range of addresses is written like 10.0.0.0/8 or fd00::/8".to_owned();
         let (address, bits) = text.split_once('/').ok_or_else(wrong)?;
         let address: IpAddr = address.parse().map_err(|_| wrong())?;
         let bits: u8 = bits.parse().map_err(|_| wrong())?;

@@ -218,9 +218,16 @@ fn lane_headers(wanted: &[(String, String)]) -> Result<HeaderMap> {
     let mut headers = HeaderMap::new();
     headers.insert(USER_AGENT, HeaderValue::from_static(concat!("postrider/", env!("CARGO_PKG_VERSION"))));
     for (name, value) in wanted {
-        let (name, mut value) = check_header(name, value).map_err(|why| {
-            Error::invalid(format!("the http courier cannot send the header {name:?}: {why}; remove it"))
-        })?;
+        let (name, mut value) =
+            check_header(name, value).map_err(|why| match HeaderName::from_bytes(name.as_bytes()) {
+                Ok(name) => {
+                    Error::invalid(format!("the http courier cannot send the header \"{name}\": {why}; remove it"))
+                }
+                // It may be a whole header, with its secret.
+                Err(_) => {
+                    Error::invalid(format!("the http courier cannot send a header: {why}; write Name = \"value\""))
+                }
+            })?;
         value.set_sensitive(true);
         headers.insert(name, value);
     }
@@ -366,7 +373,8 @@ mod tests {
             ..settings("https://erp.example/")
         };
         assert!(refusal(header("Host", "other")).contains("reserved"));
-        assert!(refusal(header("a b", "c")).contains("no header name"));
+        let whole = refusal(header("Authorization: hunter22", "c"));
+        assert!(whole.contains("no header name") && !whole.contains("hunter22"), "{whole}");
         let split = refusal(header("Authorization", "Bearer hunter22\r\nEvil: 1"));
         assert!(split.contains("no header value") && !split.contains("hunter22"), "{split}");
         assert!(Http::new(header("Authorization", "Bearer hunter22")).is_ok());

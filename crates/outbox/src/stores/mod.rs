@@ -110,8 +110,22 @@ pub async fn open(url: &str, lanes: Lanes, options: Options) -> Result<Arc<dyn S
 #[cfg(feature = "postgres")]
 pub use postgres_tls::why_no_pem;
 
-/// How parameters are called that hold a password.
-const PASSWORDS: [&str; 5] = ["passw", "pwd", "secret", "token", "key="];
+/// The parameters of a URL that may be shown; any other, a misspelt one too, may hold a password.
+const SHOWN: [&str; 13] = [
+    "application_name",
+    "connect_timeout",
+    "dbname",
+    "host",
+    "hostaddr",
+    "mode",
+    "port",
+    "schema",
+    "socket",
+    "ssl-mode",
+    "sslmode",
+    "sslrootcert",
+    "user",
+];
 
 /// A URL that may be shown. What is none is hidden rather too much than too little: a password may hold any character, and
 /// some write it as a parameter.
@@ -138,11 +152,13 @@ pub fn without_password(url: &str) -> String {
         }
         _ => url.to_owned(),
     };
-    let lower = shown.to_ascii_lowercase();
-    match PASSWORDS.iter().filter_map(|name| lower.find(name).map(|at| (at, at + name.len()))).min() {
-        Some((_, end)) => format!("{}***", &shown[..end]),
-        None => shown,
-    }
+    let Some((place, parameters)) = shown.split_once('?') else { return shown };
+    let told = |parameter: &str| match parameter.split_once('=') {
+        Some((name, _)) if !SHOWN.contains(&name) => format!("{name}=***"),
+        None => "***".to_owned(),
+        Some(_) => parameter.to_owned(),
+    };
+    format!("{place}?{}", parameters.split('&').map(told).collect::<Vec<_>>().join("&"))
 }
 
 /// What a database says of a statement, without the values it repeats: they are keys and payloads of other people.
@@ -445,15 +461,17 @@ mod tests {
     #[test]
     fn passwords_are_not_shown() {
         for (url, shown) in [
-            ("postgres://app:s3cr@t@db:5432/app?x=1", "postgres://app:***@db:5432/app?x=1"),
+            ("postgres://app:s3cr@t@db:5432/app?x=1", "postgres://app:***@db:5432/app?x=***"),
             ("mysql://root@db/app", "mysql://root@db/app"),
             ("sqlite://a:b@c.db", "sqlite://a:***@c.db"),
             ("nonsense", "***"),
             ("postrider.db", "postrider.db"),
-            ("postgres://u@db/app?passwd=s3cret", "postgres://u@db/app?passw***"),
+            ("postgres://u@db/app?passwd=s3cret", "postgres://u@db/app?passwd=***"),
             ("postgres://app:s3/cr?et@db/app", "postgres://app:***@db/app"),
-            ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&passw***"),
+            ("postgres://db/app?user=a&password=s3cret&x=1", "postgres://db/app?user=a&password=***&x=***"),
             ("host=db password=s3cret", "***"),
+            ("postgres://db/app?pasword=s3cret&sslmode=require", "postgres://db/app?pasword=***&sslmode=require"),
+            ("postgres://db/app?s3cret", "postgres://db/app?***"),
             ("app:s3cret@db", "app:***@db"),
             ("postgres://app:s3cret%40db/app", "postgres://app:***"),
             ("mysql://app:s3cret", "mysql://app:***"),

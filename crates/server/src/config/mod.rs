@@ -197,7 +197,7 @@ fn others_may_read(path: &Path) -> bool {
 
 /// An address and a port.
 pub fn parse_listen(text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| format!("listen must be an address and a port, like \"127.0.0.1:8787\"; not `{text}`"))
+    text.parse().map_err(|_| "listen must be an address and a port, like \"127.0.0.1:8787\"".to_owned())
 }
 
 /// Complains with the file and the line.
@@ -218,26 +218,50 @@ impl Place<'_> {
         if let Some(names) = error.message().strip_prefix("unknown field ") {
             return self.wrong(at, unknown_key(names));
         }
+        let message = match error.message().strip_prefix("unknown variant ") {
+            Some(names) => unknown_word(names),
+            None => secret::without_value(error.message()).replace('\n', "; "),
+        };
         let start = self.text.get(..at.start).and_then(|before| before.rfind('\n')).map_or(0, |n| n + 1);
         let line = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or("");
         // Of a line that is wrong in itself, what stands before the first `=` may be a part of the value.
-        let is_key = |key: &str| key.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
         let key = line.split_once('=').map(|(key, _)| key.trim()).filter(|key| is_key(key));
         let key = key.map_or(String::new(), |key| format!("{key}: "));
         // What the parser makes of `courier = noop`.
         let hint = if error.message().starts_with("invalid float") { "; text needs quotes" } else { "" };
-        self.wrong(at, format!("{key}{}{hint}", secret::without_value(error.message()).replace('\n', "; ")))
+        self.wrong(at, format!("{key}{message}{hint}"))
     }
 }
 
-/// From "`wrong`, expected one of `a`, `b`" to a suggestion.
-fn unknown_key(names: &str) -> String {
-    let mut quoted = names.split('`').skip(1).step_by(2);
+/// Can this be told as the name of a key? What has other letters in it may be a value.
+fn is_key(name: &str) -> bool {
+    name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+}
+
+/// From "`wrong`, expected one of `a`, `b`" to the names, and the known one that is nearest.
+fn names(message: &str) -> (&str, Vec<&str>, Option<&str>) {
+    let mut quoted = message.split('`').skip(1).step_by(2);
     let wrong = quoted.next().unwrap_or_default();
     let known: Vec<&str> = quoted.collect();
-    match known.iter().min_by_key(|key| distance(wrong, key)).filter(|key| distance(wrong, key) <= 2) {
+    let nearest = known.iter().copied().min_by_key(|key| distance(wrong, key)).filter(|key| distance(wrong, key) <= 2);
+    (wrong, known, nearest)
+}
+
+fn unknown_key(message: &str) -> String {
+    let (wrong, known, nearest) = names(message);
+    match nearest {
         Some(key) => format!("unknown key `{wrong}`; did you mean `{key}`?"),
-        None => format!("unknown key `{wrong}`; known here: {}", known.join(", ")),
+        None if is_key(wrong) => format!("unknown key `{wrong}`; known here: {}", known.join(", ")),
+        None => format!("unknown key; known here: {}", known.join(", ")),
+    }
+}
+
+fn unknown_word(message: &str) -> String {
+    let (_, known, nearest) = names(message);
+    let one = known.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
+    match nearest {
+        Some(word) => format!("must be one of {one}; did you mean \"{word}\"?"),
+        None => format!("must be one of {one}"),
     }
 }
 
@@ -499,7 +523,7 @@ fn gate(place: &Place, keys: &GateKeys, variable: &impl Fn(&str) -> Option<Strin
         match variable(&named).as_deref().map(str::trim) {
             Some("1") => drop(skips.insert(name.to_owned(), SkipSource::Environment)),
             None | Some("" | "0") => {}
-            Some(other) => return Err(Failure::usage(format!("{named} is 1 or unset, not `{other}`"))),
+            Some(_) => return Err(Failure::usage(format!("{named} is 1 or unset, and nothing else"))),
         }
         if in_file {
             skips.insert(name.to_owned(), SkipSource::File);

@@ -65,7 +65,7 @@ pub(super) fn read(
 ) -> Result<OrdersConfig> {
     let timeout = match variable("BROKER_TIMEOUT_MS").filter(|text| !text.trim().is_empty()) {
         Some(text) => {
-            let wrong = || Failure::usage(format!("BROKER_TIMEOUT_MS must be milliseconds from 1 on, not `{text}`"));
+            let wrong = || Failure::usage("BROKER_TIMEOUT_MS must be milliseconds from 1 on");
             text.trim().parse().ok().filter(|ms| *ms > 0).ok_or_else(wrong)?
         }
         None => keys.timeout_ms.map_or(2500, |ms| u64::from(ms.0)),

@@ -1,7 +1,7 @@
 //! No secret stands in the configuration in plain text: what looks like one is refused, and where to keep it is said instead.
 //! What is refused is never repeated.
 
-use url::Url;
+use url::{Url, form_urlencoded};
 
 use crate::secret;
 
@@ -26,9 +26,9 @@ const SECRET: [&str; 15] = [
     "token",
 ];
 /// The same at the end of a name.
-const LAST: [&str; 7] = ["jwt", "otp", "pass", "pin", "psw", "sign", "pat"];
+const LAST: [&str; 8] = ["jwt", "otp", "pass", "pin", "psk", "psw", "sign", "pat"];
 /// The same within a longer word.
-const WITHIN: [&str; 19] = [
+const WITHIN: [&str; 23] = [
     "account-key",
     "app-key",
     "app_key",
@@ -36,6 +36,10 @@ const WITHIN: [&str; 19] = [
     "client-key",
     "client_key",
     "license-key",
+    "licence-key",
+    "auth-key",
+    "user-key",
+    "pasword",
     "signing-key",
     "apikey",
     "api-key",
@@ -52,15 +56,21 @@ const WITHIN: [&str; 19] = [
 /// Parameters of a URL that carry one at well-known services.
 const PARAMETERS: [&str; 2] = ["code", "key"];
 /// How values of well-known secrets begin.
-const VALUES: [&str; 12] = [
+const VALUES: [&str; 18] = [
     "bearer ",
     "basic ",
     "token ",
     "pr_",
     "whsec_",
     "ghp_",
+    "gho_",
+    "ghs_",
     "github_pat_",
     "glpat-",
+    "AKIA",
+    "AIza",
+    "npm_",
+    "sk-",
     "sk_live_",
     "xoxb-",
     "xoxp-",
@@ -79,20 +89,25 @@ fn is_secret(name: &str) -> bool {
 pub fn header(name: &str, value: &str) -> Result<String, String> {
     let known = VALUES.iter().any(|start| value.get(..start.len()).is_some_and(|v| v.eq_ignore_ascii_case(start)));
     if (is_secret(name) || known) && !secret::is_reference(value) {
-        return Err(format!("{name} looks like a secret; {KEEP}"));
+        // What is no name may be a whole header, with its value.
+        let is_name = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+        let which = if is_name { name } else { "a header" };
+        return Err(format!("{which} looks like a secret; {KEEP}"));
     }
     secret::resolve(value)
 }
 
-/// A URL as it was written: without credentials, which nobody would send, and without a secret in its query unless it is
-/// kept elsewhere.
+/// A URL as it was written: without credentials, which nobody would send, and without a secret in its query, however its
+/// parameters are kept apart, or behind its `#`, unless it is kept elsewhere.
 pub fn url(key: &str, text: &str) -> Result<(), String> {
     let resolved = secret::resolve(text)?;
     without_credentials(key, &resolved)?;
     // What is no URL is refused by whoever reads it.
     let Ok(url) = Url::parse(&resolved) else { return Ok(()) };
-    match url.query_pairs().find(|(name, _)| is_secret(name) || PARAMETERS.contains(&&*name.to_ascii_lowercase())) {
-        Some((name, _)) if !secret::is_reference(text) => {
+    let parameters = [url.query(), url.fragment()].into_iter().flatten().flat_map(|part| part.split(['&', ';']));
+    let mut names = parameters.flat_map(|parameter| form_urlencoded::parse(parameter.as_bytes()).map(|(name, _)| name));
+    match names.find(|name| is_secret(name) || PARAMETERS.contains(&&*name.to_ascii_lowercase())) {
+        Some(name) if !secret::is_reference(text) => {
             Err(format!("the parameter `{name}` of {key} looks like a secret; for the whole URL, {KEEP}"))
         }
         _ => Ok(()),
@@ -139,6 +154,11 @@ mod tests {
             ("X-Client-Key", "canary"),
             ("X-License-Key", "canary"),
             ("X-Webhook-Signing-Key", "canary"),
+            ("X-PSK", "canary"),
+            ("X-User-Key", "canary"),
+            ("Licence-Key", "canary"),
+            ("X-Anything", "AKIAcanary"),
+            ("Authorization: canary", "canary"),
         ] {
             let refused = header(name, value).unwrap_err();
             assert!(refused.contains("env:NAME") && !refused.contains("canary"), "{name}: {refused}");
@@ -163,6 +183,8 @@ mod tests {
             "https://h/?pwd=canary",
             "https://h/?pass=canary",
             "https://:canary@h.example/",
+            "https://h/?a=1;token=canary",
+            "https://h/#token=canary",
         ] {
             let refused = url("url", bad).unwrap_err();
             assert!(!refused.contains("canary"), "{refused}");

@@ -104,7 +104,7 @@ fn number<N: FromStr + PartialOrd + Display>(
     let Some(text) = text else { return Ok(None) };
     match text.trim().parse::<N>() {
         Ok(number) if number >= least && number <= most => Ok(Some(number)),
-        _ => Err(format!("{name} must be a number of at least {least}, not `{text}`")),
+        _ => Err(format!("{name} must be a number of at least {least}")),
     }
 }
 
@@ -112,12 +112,12 @@ fn switch(text: &str) -> Result<bool, String> {
     match text.trim().to_ascii_lowercase().as_str() {
         "true" | "1" | "yes" | "on" => Ok(true),
         "false" | "0" | "no" | "off" => Ok(false),
-        _ => Err(format!("OUTBOX_ENABLED must be true or false, not `{text}`")),
+        _ => Err("OUTBOX_ENABLED must be true or false".to_owned()),
     }
 }
 
 fn backoff(text: &str) -> Result<Backoff, String> {
-    let wrong = || format!("OUTBOX_BACKOFF_SEC must be seconds separated by commas, like 5,10,20; not `{text}`");
+    let wrong = || "OUTBOX_BACKOFF_SEC must be seconds separated by commas, like 5,10,20".to_owned();
     let seconds =
         text.split(',').map(|part| part.trim().parse::<f64>().ok().and_then(|number| parse_seconds(number).ok()));
     table(seconds.collect::<Option<Vec<Duration>>>().ok_or_else(wrong)?)

@@ -1,4 +1,5 @@
-//! The values of `postrider.toml`: each type refuses nonsense itself and says what to write instead.
+//! The values of `postrider.toml`: each type refuses nonsense itself and says what to write instead. A text that stands in
+//! the wrong place may be a secret: no refusal repeats one.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// `500ms`, `5s`, `10m`, `2h`, `7d`, or `0`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("`{text}` is no duration; write a number and a unit: 500ms, 5s, 10m, 2h, 7d");
+    let wrong = || "a duration is a number and its unit: 500ms, 5s, 10m, 2h, 7d".to_owned();
     if text == "0" {
         return Ok(Duration::ZERO);
     }
@@ -26,7 +27,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         _ => return Err(wrong()),
     };
     let duration = number.checked_mul(unit_ms).map(Duration::from_millis);
-    duration.filter(|d| *d <= LONGEST).ok_or_else(|| format!("`{text}` is longer than ten years"))
+    duration.filter(|d| *d <= LONGEST).ok_or_else(|| "longer than ten years".to_owned())
 }
 
 /// A number of seconds, fractions allowed.
@@ -46,6 +47,17 @@ pub fn table(seconds: Vec<Duration>) -> Result<Backoff, String> {
     }
 }
 
+/// What stands there instead: a number as it is, of everything else only what kind of value it is.
+fn kind(value: &Value) -> String {
+    match value {
+        Value::Integer(_) | Value::Float(_) | Value::Boolean(_) => value.to_string(),
+        Value::String(_) => "a text".to_owned(),
+        Value::Array(_) => "a list".to_owned(),
+        Value::Table(_) => "a table".to_owned(),
+        Value::Datetime(_) => "a date".to_owned(),
+    }
+}
+
 /// A whole number from 1 to `MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count<const MAX: u32>(pub u32);
@@ -55,7 +67,8 @@ impl<'de, const MAX: u32> Deserialize<'de> for Count<MAX> {
         match Value::deserialize(deserializer)? {
             Value::Integer(n) if (1..=i64::from(MAX)).contains(&n) => Ok(Count(n as u32)),
             other => {
-                Err(D::Error::custom(format!("must be a whole number from 1 to {MAX}, without quotes; not {other}")))
+                let not = kind(&other);
+                Err(D::Error::custom(format!("must be a whole number from 1 to {MAX}, without quotes; not {not}")))
             }
         }
     }
@@ -70,7 +83,8 @@ impl<'de, const MAX: u32> Deserialize<'de> for CountOrNone<MAX> {
         match Value::deserialize(deserializer)? {
             Value::Integer(n) if (0..=i64::from(MAX)).contains(&n) => Ok(CountOrNone(n as u32)),
             other => {
-                Err(D::Error::custom(format!("must be a whole number from 0 to {MAX}, without quotes; not {other}")))
+                let not = kind(&other);
+                Err(D::Error::custom(format!("must be a whole number from 0 to {MAX}, without quotes; not {not}")))
             }
         }
     }
@@ -85,7 +99,10 @@ impl<'de, const MIN_MS: u64> Deserialize<'de> for Seconds<MIN_MS> {
         let number = match Value::deserialize(deserializer)? {
             Value::Integer(n) => n as f64,
             Value::Float(n) => n,
-            other => return Err(D::Error::custom(format!("must be a number of seconds, without quotes; not {other}"))),
+            other => {
+                let not = kind(&other);
+                return Err(D::Error::custom(format!("must be a number of seconds, without quotes; not {not}")));
+            }
         };
         let seconds = parse_seconds(number).map_err(D::Error::custom)?;
         if seconds < Duration::from_millis(MIN_MS) {
@@ -103,7 +120,7 @@ impl<'de> Deserialize<'de> for Span {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match Value::deserialize(deserializer)? {
             Value::String(text) => parse_duration(&text).map(Span).map_err(D::Error::custom),
-            other => Err(D::Error::custom(format!("must be a duration in quotes, like \"7d\"; not {other}"))),
+            other => Err(D::Error::custom(format!("must be a duration in quotes, like \"7d\"; not {}", kind(&other)))),
         }
     }
 }
@@ -147,7 +164,7 @@ impl TryFrom<BackoffKeys> for BackoffRule {
             base => Ok(base),
         };
         let alien = |key: &str, given: bool| match given {
-            true => Err(format!("`{key}` means nothing with kind = \"{}\"; leave it out", keys.kind)),
+            true => Err(format!("`{key}` means nothing with this kind; leave it out")),
             false => Ok(()),
         };
         match keys.kind.as_str() {
@@ -174,7 +191,7 @@ impl TryFrom<BackoffKeys> for BackoffRule {
                 let seconds = keys.sec.ok_or("kind = \"table\" needs its delays: sec = [5, 10, 20]")?;
                 table(seconds.into_iter().map(|s| s.0).collect()).map(BackoffRule)
             }
-            other => Err(format!("kind must be \"exponential\", \"table\" or \"doubling\", not \"{other}\"")),
+            _ => Err("kind must be \"exponential\", \"table\" or \"doubling\"".to_owned()),
         }
     }
 }

@@ -358,6 +358,9 @@ pub fn mcp_service(tools: Tools) -> Mcp {
     )
 }
 
+/// The longest refusal of the SDK's that is passed on.
+const MOST_SAID: usize = 64 << 10;
+
 /// A plain call of a tool.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -379,7 +382,7 @@ struct ToolCall {
         (status = 400, description = "No MCP", body = Object),
         (status = 403, description = "A foreign `Origin`, a token without the scope, or a memory that was rejected", body = Object),
         (status = 404, description = "`UNKNOWN_TOOL`, `MEMORY_NOT_CONFIGURED`", body = Object),
-        (status = 406, description = "MCP wants `Accept: application/json, text/event-stream`"),
+        (status = 406, description = "MCP wants `Accept: application/json, text/event-stream`", body = Object),
         (status = 415, description = "`UNSUPPORTED_MEDIA_TYPE`: not sent as JSON", body = ErrorBody),
         (status = 422, description = "`INVALID_ARGUMENTS`, `INVALID_MEMORY`", body = Object),
         (status = 503, description = "`AUDIT_WRITE_FAILED`, `OUTBOX_ENQUEUE_FAILED`", body = Object),
@@ -421,7 +424,14 @@ pub async fn mcp(
         let status = if of_the_tool { StatusCode::OK } else { StatusCode::BAD_REQUEST };
         return Ok((status, Json(refused)).into_response());
     }
-    let request = Request::from_parts(parts, Body::from(bytes));
-    let response = app.mcp.handle(request).await;
-    Ok(response.map(Body::new))
+    let request = Request::from_parts(parts, Body::from(bytes.clone()));
+    let (parts, body) = app.mcp.handle(request).await.into_parts();
+    let of_content = parts.headers.get(header::CONTENT_TYPE).map(|value| value.as_bytes());
+    if !parts.status.is_client_error() || of_content.is_some_and(|of| of.starts_with(b"application/json")) {
+        return Ok(Response::from_parts(parts, Body::new(body)));
+    }
+    // The SDK says in plain text what was wrong with the headers; whoever speaks JSON-RPC is answered in it.
+    let said = axum::body::to_bytes(Body::new(body), MOST_SAID).await.unwrap_or_default();
+    let said = mcp_wire::told(&bytes, &String::from_utf8_lossy(&said));
+    Ok((parts.status, Json(said)).into_response())
 }

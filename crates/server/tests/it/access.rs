@@ -760,3 +760,29 @@ fn a_message_of_another_space_is_like_one_that_is_not_there() {
     assert!((400..500).contains(&refused.status), "{refused:#?}");
     assert_eq!(world.home.stats("memory")["dead"], 50, "nothing came back");
 }
+
+/// The table above is held against the description: what is in no description is named here, and asked for in a test of its
+/// own or open to all.
+#[test]
+fn what_is_in_no_description_is_known() {
+    // The stream is asked above, the documents and the dashboard's files are public, the last two are another listener's.
+    let known = ["/v1/live", "/openapi.json", "/docs", "&path", "/metrics", "/livez"];
+    let mut found = BTreeSet::new();
+    let mut folders = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let source = std::fs::read_to_string(&path).unwrap();
+            for other in [".nest(", ".route_service(", ".nest_service(", ".fallback_service("] {
+                assert!(!source.contains(other), "{}: `{other}` makes routes nobody looks at", path.display());
+            }
+            let called = source.split(".route(").skip(1);
+            found.extend(called.map(|rest| rest.split(',').next().unwrap().trim().trim_matches('"').to_owned()));
+        }
+    }
+    assert_eq!(found, BTreeSet::from(known.map(str::to_owned)), "give a new route a test of its own");
+}

@@ -72,6 +72,21 @@ fn over_http_errors_are_json() {
     let raw = server.request("POST", "/mcp", &[json_type, accept], b"{\"id\":1,\"method\":\"\xff\"}");
     assert_eq!(raw.answered(400).json()["error"]["code"], -32700);
     server.post("/mcp", &[("content-type", "text/plain"), accept], "{}").refused(415, "UNSUPPORTED_MEDIA_TYPE");
+    // What the SDK says of headers, too.
+    let of_the_future = ("mcp-protocol-version", "2999-01-01");
+    for (headers, status, id) in [
+        (vec![json_type], 406, json!("seven")),
+        (vec![json_type, ("accept", "application/json")], 406, json!("seven")),
+        (vec![json_type, accept, of_the_future], 400, json!("seven")),
+    ] {
+        let answer = server.post("/mcp", &headers, &call(json!("seven"), "{}")).answered(status);
+        assert_eq!(
+            (&answer.json()["id"], answer.header("content-type")),
+            (&id, Some("application/json")),
+            "{answer:?}"
+        );
+        assert!(answer.json()["error"]["message"].as_str().is_some_and(|said| !said.is_empty()), "{answer:?}");
+    }
     let fine = post(&call(json!(1), "{}")).answered(200).json();
     assert_eq!(fine["id"], 1, "{fine}");
 }
