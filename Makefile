@@ -85,7 +85,7 @@ cargo-mutants: $(CARGO_MUTANTS) ## Change the pure functions in every way cargo-
 .PHONY: sweep
 sweep: ## Do every wrong to every message between us and a database, and see whether answers stay honest; ONLY=word for some
 	POSTRIDER_SWEEP=all POSTRIDER_SWEEP_ONLY='$(ONLY)' $(WITH_DATABASES) \
-		cargo test --locked -p proving -p postrider-webhooks -p postrider-orders --test it -- --ignored sweep:: --nocapture
+		cargo test --locked -p proving -p postrider-webhooks -p postrider-orders -p postrider-memories --test it -- --ignored sweep:: --nocapture
 
 .PHONY: sweep-some
 sweep-some: ## One fault of 23 of the sweep, on a machine with nothing else to do
@@ -121,8 +121,14 @@ crash-points: ## Let a server die before and after every commit there is, on eac
 	POSTRIDER_CRASH_POINTS=all $(WITH_DATABASES) \
 		cargo test --locked -p postrider-server --all-features --test it dies_at_every_commit -- --nocapture --test-threads=1
 
+.PHONY: disks
+disks: ## Let the power fail after each thing a disk was told, and lose every part of it that may be lost
+	$(BUILD)
+	POSTRIDER_DISKS=all $(WITH_DATABASES) \
+		cargo test --locked -p postrider-server --all-features --test it disks:: -- --nocapture --test-threads=1
+
 .PHONY: soak
-soak: ## Everything at once on each database, MINUTES=10 each: kills, pauses, locks, networks and databases that fail; reports go to target/soak/
+soak: ## Everything at once on each database, MINUTES=10 each: kills, pauses, locks, clocks that jump, networks, databases and an OpenMemory that fail; reports go to target/soak/
 	$(BUILD)
 	@mkdir -p target/soak
 	POSTRIDER_SOAK_MINUTES=$(or $(MINUTES),10) POSTRIDER_SOAK_REPORT=$(CURDIR)/target/soak $(WITH_DATABASES) \

@@ -410,7 +410,8 @@ impl OpenMemory {
             created_at: clock::wall().micros() / 1000,
         };
         if let Some(file) = &mut inner.file {
-            let _ = writeln!(file, "{}", json!(memory));
+            // At one stroke: half a line would spoil the next one.
+            let _ = file.write_all(format!("{}\n", json!(memory)).as_bytes());
         }
         let id = memory.id.clone();
         inner.memories.push(memory);

@@ -9,3 +9,4 @@ mod harness;
 mod openmemory;
 mod recognising;
 mod storing;
+mod sweep;

@@ -1,6 +1,7 @@
 //! Real processes of the product on one database, each in a folder of its own with a configuration of its own, as they
 //! run on several hosts.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -20,6 +21,7 @@ pub struct Fleet {
 struct Member {
     folder: TempDir,
     args: Vec<String>,
+    environment: Vec<(&'static str, OsString)>,
     process: Option<Child>,
 }
 
@@ -33,14 +35,20 @@ impl Fleet {
     pub fn folder(&mut self, config: &str) -> usize {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::write(folder.path().join("postrider.toml"), config).expect("postrider.toml");
-        self.members.push(Member { folder, args: vec![], process: None });
+        self.members.push(Member { folder, args: vec![], environment: vec![], process: None });
         self.members.len() - 1
     }
 
     /// Starts one more, in an empty folder with this `postrider.toml`; answers its number.
     pub fn start(&mut self, config: &str, args: &[&str]) -> usize {
+        self.start_with(config, args, vec![])
+    }
+
+    /// The same with something in its environment, such as another clock.
+    pub fn start_with(&mut self, config: &str, args: &[&str], environment: Vec<(&'static str, OsString)>) -> usize {
         let n = self.folder(config);
         self.members[n].args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        self.members[n].environment = environment;
         self.restart(n);
         n
     }
@@ -50,7 +58,7 @@ impl Fleet {
         let args = self.members[n].args.clone();
         let mut command = self.command(n, &args.iter().map(String::as_str).collect::<Vec<_>>());
         let file = |name: &str| File::create(self.members[n].folder.path().join(name)).expect("a log");
-        command.stdout(file("stdout")).stderr(file("stderr"));
+        command.stdout(file("stdout")).stderr(file("stderr")).envs(self.members[n].environment.iter().cloned());
         self.members[n].process = Some(command.spawn().expect("the product's binary"));
     }
 

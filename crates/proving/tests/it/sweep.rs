@@ -36,7 +36,7 @@ async fn migrating(title: &str, databases: &[Scratch]) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres() {
     let database = scratch::postgres().await;
-    every_operation("the store sweep on PostgreSQL", &database.url, &[Verb::Notify]).await;
+    every_operation("the store sweep on PostgreSQL", &database.url, &[Verb::Notify, Verb::Vitals]).await;
 }
 
 #[ignore = "a busy machine makes some of its deadlines fail; run by make sweep"]

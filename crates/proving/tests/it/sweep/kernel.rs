@@ -6,6 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postrider::error::Result;
 use postrider::lease::Lease;
+use postrider::message::sha256;
 use postrider::outcome::{Certainty, GiveBack, LeaseState, Settled, Settlement, Verdict};
 use postrider::store::{self, Filter, From, Requeued, Retried};
 use postrider::{LaneRules, Lanes, Message, NewMessage, Options, Outbox};
@@ -48,6 +49,9 @@ pub enum Verb {
     Pause,
     Resume,
     Reads,
+    Begin,
+    CheckDedup,
+    Vitals,
     Notify,
     Migrate,
 }
@@ -89,6 +93,8 @@ impl Verb {
         Pause,
         Resume,
         Reads,
+        Begin,
+        CheckDedup,
     ];
 
     /// Those that are also tried with their connection still to be made.
@@ -99,7 +105,7 @@ impl Verb {
         match self {
             SettleHooked => LaneRules { on_settled: Some(Arc::new(Witness)), ..plain },
             SettleFleeting => LaneRules { retention: Duration::ZERO, ..plain },
-            SettleDedup => LaneRules { dedup: true, ..plain },
+            SettleDedup | CheckDedup => LaneRules { dedup: true, ..plain },
             SettleAudited => LaneRules { audit: true, ..plain },
             _ => plain,
         }
@@ -124,7 +130,9 @@ impl Verb {
         let plain = |n: usize| NewMessage::new(lane, format!("payload {n}"));
         let later = Duration::from_secs(600);
         match self {
-            Enqueue | EnqueueKeyed | EnqueueActiveKey | EnqueueBatch | Pause | Resume | Notify | Migrate => vec![],
+            Enqueue | EnqueueKeyed | EnqueueActiveKey | EnqueueBatch | Pause | Resume | Vitals | Notify | Migrate => {
+                vec![]
+            }
             Wake => vec![plain(0).active_key("thing").delay(later)],
             WakeWaiting | Retry => vec![plain(0).delay(later)],
             SettleKeyed | Requeue => {
@@ -264,10 +272,10 @@ impl Subject for Operation {
         let ids: Vec<i64> = entries.iter().map(|entry| entry.id).collect();
         let mut scene = Scene { lane: place.to_owned(), ids, leases: vec![] };
         let (owner, lease) = match self.verb {
-            ClaimAdopt | Renew | Defer => (WORKER, HELD),
+            ClaimAdopt | Renew | Defer | Begin => (WORKER, HELD),
             Release | Seize => ("somebody else", HELD),
             ClaimTakeover | ReleaseExpired => ("somebody else", Duration::from_millis(1)),
-            Requeue | Prune => (WORKER, HELD),
+            Requeue | Prune | CheckDedup => (WORKER, HELD),
             verb if verb.is_settle() => (WORKER, HELD),
             Resume => {
                 near.pause(place).await.expect("pause");
@@ -282,9 +290,10 @@ impl Subject for Operation {
         let claimed = near.store().claim(&claim(place, owner, lease, From::Mark(None))).await.expect("claim").messages;
         assert_eq!(claimed.len(), scene.ids.len(), "all of the scene's messages");
         scene.leases = claimed.iter().map(Message::lease).collect();
-        if matches!(self.verb, Requeue | Prune) {
-            let dead = |lease: &Lease| Settlement::new(*lease, SettleDead.verdicts().remove(0));
-            let entries: Vec<_> = scene.leases.iter().map(dead).collect();
+        if matches!(self.verb, Requeue | Prune | CheckDedup) {
+            let ends = if self.verb == CheckDedup { SettleSent } else { SettleDead };
+            let ended = |lease: &Lease| Settlement::new(*lease, ends.verdicts().remove(0));
+            let entries: Vec<_> = scene.leases.iter().map(ended).collect();
             let settled = near.store().settle(place, WORKER, &entries).await.expect("settle");
             assert!(settled.iter().all(|answer| *answer == Settled::Applied));
         }
@@ -339,6 +348,13 @@ impl Subject for Operation {
             Pause => Ok(yes(far.pause(lane).await?)),
             Resume => Ok(yes(far.resume(lane).await?)),
             Reads => scene.reads(far).await,
+            Begin => Ok(yes(far.begin(WORKER, scene.leases[0]).await?)),
+            CheckDedup => {
+                let probes = [b"payload 0".as_slice(), b"never sent"].map(|payload| (None, sha256(payload)));
+                let found = far.check_dedup(lane, probes.to_vec()).await?;
+                Ok(yes(found.iter().map(Option::is_some).eq([true, false])))
+            }
+            Vitals => Ok(yes(store.vitals().await?.pool.is_some())),
             Notify => store.notify().await.map(|()| yes(true)),
             Migrate => far.migrate().await.map(|ran| yes(ran.is_empty())),
             verb => scene.settle(far, verb, false).await,
