@@ -114,7 +114,7 @@ start_mysql() { # start_mysql NAME PORT: MySQL or MariaDB of another release, by
     echo "CREATE USER IF NOT EXISTS 'root'@'127.0.0.1'; GRANT ALL PRIVILEGES ON *.* TO 'root'@'127.0.0.1' WITH GRANT OPTION;" >"$here.sql"
     chmod 644 "$here.sql"
     local common=(--no-defaults --datadir="$here/d" --port="$2" --socket="$here/s" --bind-address=127.0.0.1 --skip-name-resolve
-        --skip-log-bin --max-connections=400 --performance-schema=OFF --innodb-buffer-pool-size=512M --init-file="$here.sql"
+        --skip-log-bin --max-connections=400 --innodb-buffer-pool-size=512M --init-file="$here.sql"
         --basedir="$root/usr")
     if [[ -x $root/usr/sbin/mariadbd ]]; then
         server=$root/usr/sbin/mariadbd

@@ -103,10 +103,7 @@ async fn open_transactions(db: &Database, session: &mut crate::harness::Raw) -> 
         Dialect::Postgres => {
             "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL"
         }
-        Dialect::Mysql => {
-            "SELECT COUNT(*) FROM information_schema.innodb_trx t JOIN information_schema.processlist p ON p.id = t.trx_mysql_thread_id
-              WHERE p.db = DATABASE() AND p.id <> CONNECTION_ID()"
-        }
+        Dialect::Mysql => return session.others_in_transaction_on_mysql().await,
     };
     session.number(sql).await
 }

@@ -22,7 +22,6 @@ pub use fault::{Action, At, Fault, Seen};
 pub use framing::{Direction, Framer, Message, Wire};
 
 const POLL: Duration = Duration::from_millis(5);
-const STALE: Duration = Duration::from_millis(120);
 
 /// One proxy to one server. Dropped, it ends its connections.
 pub struct Proxy {
@@ -53,7 +52,7 @@ struct State {
     connections: usize,
 }
 
-/// What MySQL tells of transactions is as old as the last time that nobody asked for a tenth of a second.
+/// Of transactions MariaDB tells what it knew the last time that nobody asked for a tenth of a second.
 static ASKS_MYSQL: AsyncMutex<()> = AsyncMutex::const_new(());
 
 /// The fault, once it happened.
@@ -169,25 +168,11 @@ impl Proxy {
             return vec![];
         }
         let mut admin = Session::to(&self.shared.direct).await;
+        let Session::Mysql(conn) = &mut admin else { return vec![] };
         let _turn = ASKS_MYSQL.lock().await;
-        tokio::time::sleep(STALE).await;
-        let sql = "SELECT COUNT(*) FROM information_schema.innodb_trx WHERE trx_mysql_thread_id";
-        let mut found = Vec::new();
-        for backend in open {
-            // MySQL cannot tell while somebody's statement has bytes in it that are no text: it is over soon.
-            let mut told = Err(String::new());
-            for _ in 0..1000 {
-                told = admin.try_number(&format!("{sql} = {}", backend.id)).await;
-                if told.is_ok() {
-                    break;
-                }
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            if told.unwrap_or_else(|error| panic!("who is in a transaction? {error}")) > 0 {
-                found.push(backend);
-            }
-        }
-        found
+        let busy = Session::in_transaction_on_mysql(conn).await;
+        open.retain(|backend| busy.contains(&u64::from(backend.id)));
+        open
     }
 
     /// Sessions that are still at the server after `patience` though their connection has ended, or in a transaction though

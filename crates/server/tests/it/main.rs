@@ -10,6 +10,7 @@ mod beside;
 mod canaries;
 mod clocks;
 mod configuration;
+mod crash_commands;
 mod crash_points;
 mod dashboard;
 mod degrading;
