@@ -99,7 +99,7 @@ impl OpenFile {
     #[cfg(unix)]
     fn check_log(&self, tx: &SqliteTx) -> Result<()> {
         let log = &self.beside[0];
-        let length = || std::fs::metadata(&log.path).map_or(0, |file| file.len());
+        let length = || look(&log.path, true).map_or(0, |file| file.length);
         let found = length();
         if found >= log.length.swap(found, Ordering::Relaxed) {
             return Ok(());
@@ -137,14 +137,46 @@ impl OpenFile {
     }
 }
 
+/// A file as it is found under a name.
 #[cfg(unix)]
-fn identity(path: &Path, follows: bool) -> Option<(u64, u64)> {
+struct Found {
+    identity: (u64, u64),
+    length: u64,
+}
+
+/// Not its times: to whom Linux (since 6.13) has told those, the next write looks different in any case, and the sync after it
+/// has the inode to write, too.
+#[cfg(target_os = "linux")]
+fn look(path: &Path, follows: bool) -> Option<Found> {
+    use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+    let flags = if follows { AtFlags::empty() } else { AtFlags::SYMLINK_NOFOLLOW };
+    match statx(CWD, path, flags, StatxFlags::INO | StatxFlags::SIZE) {
+        Ok(file) => {
+            let device = u64::from(file.stx_dev_major) << 32 | u64::from(file.stx_dev_minor);
+            Some(Found { identity: (device, file.stx_ino), length: file.stx_size })
+        }
+        Err(rustix::io::Errno::NOSYS | rustix::io::Errno::PERM) => look_anywhere(path, follows),
+        Err(_) => None,
+    }
+}
+
+#[cfg(all(unix, not(target_os = "linux")))]
+use look_anywhere as look;
+
+#[cfg(unix)]
+fn look_anywhere(path: &Path, follows: bool) -> Option<Found> {
     use std::os::unix::fs::MetadataExt;
     let metadata = if follows { std::fs::metadata } else { std::fs::symlink_metadata };
+    let file = metadata(path).ok()?;
+    Some(Found { identity: (file.dev(), file.ino()), length: file.len() })
+}
+
+#[cfg(unix)]
+fn identity(path: &Path, follows: bool) -> Option<(u64, u64)> {
     // Cut off to nothing it is not the file any more, whatever is found under its name.
     let is_log = path.as_os_str().as_encoded_bytes().ends_with(b"-wal");
-    let file = metadata(path).ok().filter(|file| file.len() > 0 || is_log)?;
-    Some((file.dev(), file.ino()))
+    let file = look(path, follows).filter(|file| file.length > 0 || is_log)?;
+    Some(file.identity)
 }
 
 fn gone(path: &Path) -> Error {

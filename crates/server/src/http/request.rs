@@ -3,7 +3,7 @@
 use axum::Json;
 use axum::extract::Path;
 use axum::extract::rejection::{JsonRejection, PathRejection};
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderValue};
 use postrider::paging::Page;
 
 use super::error::Refusal;
@@ -95,19 +95,21 @@ pub fn cursor(next: Option<i64>) -> Option<String> {
 /// The one value of a header; who sends two means one of them, and nobody can tell which.
 pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
     let mut values = headers.get_all(name).iter();
-    if let Some(first) = values.next()
-        && values.any(|other| other != first)
-    {
+    let Some(first) = values.next() else { return Ok(None) };
+    if values.any(|other| other != first) {
         return Err(Refusal::invalid(format!("the header {name} came with different values; send one")));
     }
-    first(headers, name)
+    text(name, first).map(Some)
 }
 
 /// The first value of a header that may come in parts.
 pub fn first<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Refusal> {
-    let Some(value) = headers.get(name) else { return Ok(None) };
+    headers.get(name).map(|value| text(name, value)).transpose()
+}
+
+fn text<'a>(name: &str, value: &'a HeaderValue) -> Result<&'a str, Refusal> {
     let text = std::str::from_utf8(value.as_bytes()).ok().filter(|text| !text.chars().any(char::is_control));
-    text.map(Some).ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
+    text.ok_or_else(|| Refusal::invalid(format!("the header {name} is no text")))
 }
 
 /// A key in the quoted form of the IETF draft is the same key.
