@@ -129,13 +129,12 @@ async fn take_keys_back(
             renewed.entry(expires(&id)?).or_default().push(id);
         }
         // As in `outbox`, a scan would lock what others hold.
-        let by_message = if dialect == Dialect::Mysql { " FORCE INDEX (idx_keys_outbox)" } else { "" };
+        let keys = if dialect == Dialect::Mysql { "outbox_keys FORCE INDEX (idx_keys_outbox)" } else { "outbox_keys" };
         for (until, ids) in renewed {
             let mut params: Vec<Value> = vec![until.into()];
             let list = in_ids(dialect, &ids, &mut params);
             params.push(until.into());
-            let sql =
-                format!("UPDATE outbox_keys{by_message} SET expires_at = ? WHERE outbox_id {list} AND expires_at < ?");
+            let sql = format!("UPDATE {keys} SET expires_at = ? WHERE outbox_id {list} AND expires_at < ?");
             tx.execute(&sql, &params).await?;
         }
     }

@@ -107,7 +107,7 @@ impl Webhooks {
         let shas: Vec<Sha> = events.iter().map(|event| sha256(&event.payload)).collect();
         let mut answers = self.insert_events(tx, events, &shas, now).await?;
 
-        let mut sagas = Vec::new();
+        let mut sagas = Vec::with_capacity(events.len());
         for (n, event) in events.iter().enumerate().filter(|(n, _)| answers[*n].outcome == Publishing::Created) {
             for subscription in catalog.wanting(&event.event_type, now) {
                 let free = self.is_free(subscription);
@@ -115,7 +115,7 @@ impl Webhooks {
             }
         }
         let ids = insert_sagas(tx, &sagas, &answers, now).await?;
-        let mut jobs = Vec::new();
+        let mut jobs = Vec::with_capacity(sagas.len());
         for (saga, &saga_id) in sagas.iter().zip(&ids) {
             let answer = &mut answers[saga.event];
             answer.saga_ids.push(saga_id);

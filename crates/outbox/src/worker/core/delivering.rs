@@ -12,6 +12,8 @@ impl Core {
         let mut passed_over: VecDeque<Box<Message>> = VecDeque::new();
         let mut expired: Vec<Lease> = Vec::new();
         let (mut crowded, mut twins): (usize, usize) = (0, 0);
+        // The target that was full last: it stays so in this step, and the next message is often its, too.
+        let mut full: Option<String> = None;
         while lane.running < settings.concurrency {
             let Some(message) = lane.ready.pop_front() else { break };
             let Some(held) = self.held.get_mut(&message.id) else { continue };
@@ -23,15 +25,18 @@ impl Core {
             }
             // Right before the first byte at least a third of the lease must be left; `renew` sees to the others.
             let fresh = held.until.since(now) >= third;
-            let full = held.target.as_ref().filter(|t| lane.by_target.get(*t).is_some_and(|n| *n >= per_target));
-            if let Some(target) = full {
-                crowded += 1;
+            let is_full = held.target.is_some() && held.target == full;
+            let fills = |target: &&String| lane.by_target.get(*target).is_some_and(|n| *n >= per_target);
+            if !is_full && let Some(target) = held.target.as_ref().filter(fills) {
                 lane.crowds.entry(target.clone()).or_insert_with(|| Crowd::new(now));
+                full = Some(target.clone());
             }
+            let is_full = held.target.is_some() && held.target == full;
+            crowded += usize::from(is_full);
             if held.twin.as_ref().is_some_and(|twin| !held.first_twin && lane.twins.contains(twin)) {
                 twins += 1;
             }
-            if !fresh || held.state != (State::Ready { checked: true }) || full.is_some() {
+            if !fresh || held.state != (State::Ready { checked: true }) || is_full {
                 passed_over.push_back(message);
                 continue;
             }
@@ -86,6 +91,12 @@ impl Core {
         let lane = &mut self.lanes[index];
         lane.crowded = None;
         if excess == 0 {
+            return;
+        }
+        // While every crowd moves, all stay.
+        let patience = lane.crowds.values().map(|crowd| crowd.moved.plus(CROWD_PATIENCE)).min();
+        if lane.crowds.len() <= MOST_CROWDS && patience.is_some_and(|patience| now < patience) {
+            lane.crowded = patience;
             return;
         }
         let mut kept = VecDeque::with_capacity(lane.ready.len());
