@@ -19,7 +19,7 @@ demo: ## See the outbox at work, on an embedded database
 
 .PHONY: test
 test: ## Run all tests on SQLite, PostgreSQL and MariaDB; brings its own servers
-	RUST_TEST_THREADS=$(TEST_THREADS) $(WITH_DATABASES) cargo test --locked --workspace --all-features
+	RUST_TEST_THREADS=$(TEST_THREADS) $(WITH_DATABASES) cargo test --locked --workspace --all-features --no-fail-fast
 
 .PHONY: api
 api: ## Let Schemathesis (from PyPI) try the API against its own description

@@ -8,6 +8,7 @@ use postrider::outcome::{Settled, Settlement, Verdict};
 use postrider::store::{From, Mode, Status, transact};
 use postrider::tx::Dialect;
 use postrider::{Enqueued, NewMessage, Options, Outbox};
+use proving::kit::until;
 use proving::proxy::{Action, At, Direction, Fault, Proxy};
 
 use crate::harness::{Database, claim_of, lanes, secs};
@@ -104,7 +105,13 @@ async fn row_10_commit_lost_before_the_server(db: Database) {
     let error = far.outbox.store().claim(&claim).await.unwrap_err();
     assert_eq!(error.effect, Effect::Unknown, "{}: {error}", far.struck());
     let adopting = claim_of("a", "w", 10, secs(60), From::Adopt { mark: None, known: vec![] });
-    let claimed = far.outbox.store().claim(&adopting).await.unwrap().messages;
+    // Until the server knows that the lost session is gone, its locks are passed by.
+    let mut claimed = vec![];
+    until("the lost claim's lock is gone", async || {
+        claimed = far.outbox.store().claim(&adopting).await.unwrap().messages;
+        !claimed.is_empty()
+    })
+    .await;
     assert_eq!(claimed.iter().map(|m| m.lease_token).collect::<Vec<_>>(), [1], "nobody had it yet");
 
     let mut entry = Settlement::new(claimed[0].lease(), Verdict::sent());
@@ -112,7 +119,13 @@ async fn row_10_commit_lost_before_the_server(db: Database) {
     let error = far.outbox.store().settle("a", "w", &[entry.clone()]).await.unwrap_err();
     assert_eq!(error.effect, Effect::Unknown, "{}: {error}", far.struck());
     entry.again = true;
-    assert_eq!(far.outbox.store().settle("a", "w", &[entry]).await.unwrap(), [Settled::Applied]);
+    let mut answers = vec![];
+    until("the lost settle's lock is gone", async || {
+        answers = far.outbox.store().settle("a", "w", std::slice::from_ref(&entry)).await.unwrap();
+        answers != [Settled::Locked]
+    })
+    .await;
+    assert_eq!(answers, [Settled::Applied]);
     assert_eq!(db.counts().await, [0, 1, 1, 0]);
     far.nothing_is_left().await;
 }
