@@ -5,7 +5,7 @@ use postrider::tx::{Dialect, Tx, Value};
 use postrider::{Error, Result};
 
 use crate::Memories;
-use crate::note::{Governance, check_space, project_of};
+use crate::note::{Governance, check_project, project_of};
 
 /// What a project says. One that says nothing yet gets a row that allows everything, for people to find and change.
 pub(crate) async fn get_or_create(tx: &mut (dyn Tx + Send), space: &str) -> Result<Governance> {
@@ -64,8 +64,8 @@ async fn set(tx: &mut (dyn Tx + Send), rules: &Governance, by: &str) -> Result<(
 impl Memories {
     /// What a project allows.
     pub async fn governance(&self, project: &str) -> Result<Governance> {
+        check_project(project).map_err(Error::invalid)?;
         let space = format!("team:{project}");
-        check_space(&space).map_err(Error::invalid)?;
         self.transact(Mode::Write, move |tx| {
             let space = space.clone();
             Box::pin(async move { get_or_create(tx, &space).await })

@@ -124,6 +124,14 @@ pub fn active_key(space: &str, payload_sha: &str) -> String {
     format!("{space}/{payload_sha}")
 }
 
+/// A project by its name: what stands behind the colon of its spaces.
+pub(crate) fn check_project(project: &str) -> Result<(), String> {
+    if project.is_empty() || ["team:", "private:"].iter().any(|space| project.starts_with(space)) {
+        return Err("name the project alone: `payments`, not its space `team:payments`".to_owned());
+    }
+    check_space(&format!("team:{project}"))
+}
+
 fn is_short(text: &str, most: usize) -> bool {
     !text.is_empty() && text.len() <= most && !text.chars().any(char::is_control)
 }
@@ -152,8 +160,14 @@ impl Governance {
 
     /// Can it be stored, and can a memory keep to it?
     pub fn check(&self) -> Result<(), String> {
-        check_space(&format!("team:{}", self.project_key))?;
+        check_project(&self.project_key)?;
         let kinds = self.allowed_kinds.as_deref().unwrap_or_default();
+        if self.allowed_kinds.is_some() && kinds.is_empty() {
+            return Err("no kind is named: nothing could be stored any more; name some, or `any`".to_owned());
+        }
+        if kinds.iter().any(|kind| kind.eq_ignore_ascii_case("any")) {
+            return Err("`any` stands alone, and lifts the rule".to_owned());
+        }
         if kinds.len() > MAX_KINDS {
             return Err(format!("{} kinds are too many: a project names at most {MAX_KINDS}", kinds.len()));
         }
@@ -235,7 +249,11 @@ mod tests {
         assert!(kinds(vec!["k".repeat(MAX_KIND_BYTES + 1)]).unwrap_err().contains("bytes"));
         assert!(kinds(vec![String::new()]).is_err());
         assert!(Governance { max_length: Some(u64::MAX), ..open.clone() }.check().is_err());
-        assert!(Governance::open("a b").check().is_err());
+        for project in ["a b", "", "team:pay", "private:ann"] {
+            assert!(Governance::open(project).check().is_err(), "{project}");
+        }
+        assert!(kinds(vec![]).unwrap_err().contains("no kind"));
+        assert!(kinds(vec!["Any".into(), "fact".into()]).unwrap_err().contains("stands alone"));
         assert_eq!(open.refuses(&note(None, "team:pay", "x")), None);
         let closed = Governance { team_write_enabled: false, ..open.clone() };
         assert_eq!(closed.refuses(&note(None, "team:pay", "x")).unwrap().0, "team_write_disabled");

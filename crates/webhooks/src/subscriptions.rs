@@ -527,8 +527,12 @@ const FRESH_GATE: &str = "UPDATE subscription_gates SET parked = 1, failures = 0
 
 fn check_header(name: &str, value: &str) -> Result<(), String> {
     let lower = name.to_ascii_lowercase();
-    if http::HeaderName::from_bytes(name.as_bytes()).is_err() || http::HeaderValue::from_str(value).is_err() {
-        return Err(format!("`{}` is no header that can be sent", name.chars().take(80).collect::<String>()));
+    // What is no name may be a whole header, with its secret: it is not repeated.
+    if http::HeaderName::from_bytes(name.as_bytes()).is_err() {
+        return Err("a header has a name that cannot be sent; write {\"Name\": \"value\"}".to_owned());
+    }
+    if http::HeaderValue::from_str(value).is_err() {
+        return Err(format!("the value of the header {name} cannot be sent"));
     }
     if value.len() > MOST_VALUE {
         return Err(format!("the value of the header {name} is longer than {MOST_VALUE} bytes"));

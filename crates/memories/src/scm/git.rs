@@ -38,7 +38,9 @@ impl Git {
         let given = super::without_credentials(&path.display().to_string());
         let wrong = |e: std::io::Error| Trouble::Source(format!("cannot read {given}: {e}"));
         if !path.exists() {
-            return Err(Trouble::Source(format!("there is nothing at {given}")));
+            // A parameter may be a secret, and a folder of this machine has none.
+            let shown = given.split('?').next().unwrap_or_default();
+            return Err(Trouble::Source(format!("there is nothing at {shown}")));
         }
         let repository = open(path)?;
         // However it is named, and from whichever of its work trees: it is one repository.

@@ -154,7 +154,7 @@ pub fn without_password(url: &str) -> String {
     };
     let Some((place, parameters)) = shown.split_once('?') else { return shown };
     let told = |parameter: &str| match parameter.split_once('=') {
-        Some((name, _)) if !SHOWN.contains(&name) => format!("{name}=***"),
+        Some((name, value)) if !SHOWN.contains(&name) || value.contains([';', '=', ',']) => format!("{name}=***"),
         None => "***".to_owned(),
         Some(_) => parameter.to_owned(),
     };
@@ -472,6 +472,7 @@ mod tests {
             ("host=db password=s3cret", "***"),
             ("postgres://db/app?pasword=s3cret&sslmode=require", "postgres://db/app?pasword=***&sslmode=require"),
             ("postgres://db/app?s3cret", "postgres://db/app?***"),
+            ("postgres://db/app?host=x;password=s3cret", "postgres://db/app?host=***"),
             ("app:s3cret@db", "app:***@db"),
             ("postgres://app:s3cret%40db/app", "postgres://app:***"),
             ("mysql://app:s3cret", "mysql://app:***"),

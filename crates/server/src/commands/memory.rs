@@ -408,7 +408,7 @@ async fn govern(memories: &Memories, args: Govern, output: Output) -> Result<End
     }
     if let Some(kinds) = args.kinds {
         let list = || kinds.split(',').map(|kind| kind.trim().to_owned()).filter(|kind| !kind.is_empty()).collect();
-        rules.allowed_kinds = (kinds.trim() != "any").then(list);
+        rules.allowed_kinds = (!kinds.trim().eq_ignore_ascii_case("any")).then(list);
     }
     if let Some(most) = args.max_length {
         rules.max_length = Some(most).filter(|most| *most > 0);

@@ -224,8 +224,9 @@ impl Place<'_> {
         };
         let start = self.text.get(..at.start).and_then(|before| before.rfind('\n')).map_or(0, |n| n + 1);
         let line = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or("");
-        // Of a line that is wrong in itself, what stands before the first `=` may be a part of the value.
-        let key = line.split_once('=').map(|(key, _)| key.trim()).filter(|key| is_key(key));
+        // Of a line that is wrong in itself, what stands before the first `=` may be a part of a value.
+        let is_known = |key: &&str| reference::SECTIONS.iter().any(|section| section.keys.iter().any(|k| k.0 == *key));
+        let key = line.split_once('=').map(|(key, _)| key.trim()).filter(is_known);
         let key = key.map_or(String::new(), |key| format!("{key}: "));
         // What the parser makes of `courier = noop`.
         let hint = if error.message().starts_with("invalid float") { "; text needs quotes" } else { "" };

@@ -199,7 +199,7 @@ fn nonsense_is_refused_with_line_and_remedy() {
         ("\u{feff}[outbox]".into(), "postrider.toml:1: it begins with a byte order mark"),
         (lane("colour = 4"), "postrider.toml:3: unknown key `colour`; known here: courier, url"),
         ("[lane.a]\ncourier = noop".into(), "postrider.toml:2: courier: "),
-        ("[lane]\nx = 5".into(), "postrider.toml:2: x: invalid type: integer `5`, expected a section [lane.NAME]"),
+        ("[lane]\nx = 5".into(), "postrider.toml:2: invalid type: integer `5`, expected a section [lane.NAME]"),
         ("x = 1".into(), "postrider.toml:1: unknown key `x`"),
         ("listen = \"here\"".into(), "postrider.toml:1: listen must be an address"),
         ("[verify]\nstop_command = \"x\"".into(), "postrider.toml:1: missing field `start_command`"),
@@ -305,6 +305,16 @@ fn what_stands_in_the_wrong_place_is_not_repeated() {
         }
     }
     assert!(refused > 500, "most of it was refused: {refused}");
+    // A secret on a line of its own, whose padding looks like an assignment.
+    for broken in [
+        "[memory]\napi_key = \"abc\ncanary8d1f==\"\n",
+        "[memory]\napi_key =\ncanary8d1f==\n",
+        "[lane.a]\nheaders = {\nAuthorization =\ncanary8d1f==\n}\n",
+        "[memory]\napi_key = \"\"\"\ncanary8d1f==\n\"\"\"x\n",
+    ] {
+        let said = refusal(broken);
+        assert!(!said.contains("8d1f"), "{broken}: {said}");
+    }
     let set = |name: &'static str| move |asked: &str| (asked == name).then(|| "canary-8d1f".to_owned());
     for name in [
         "OUTBOX_ENABLED",

@@ -84,7 +84,12 @@ pub async fn hear_out(request: Request) {
 }
 
 pub async fn caller(app: &App, method: &Method, version: Version, headers: &HeaderMap) -> Result<Caller, Refusal> {
-    let Some(shown) = headers.get(header::AUTHORIZATION) else {
+    let mut authorizations = headers.get_all(header::AUTHORIZATION).iter();
+    let shown = authorizations.next();
+    if shown.is_some_and(|shown| authorizations.any(|other| other != shown)) {
+        return Err(unauthorized("the request has two different Authorization headers; send one"));
+    }
+    let Some(shown) = shown else {
         if let Some(session) = session::shown(headers, app.tls) {
             // A browser shows its cookie whoever made it ask: what changes something must come from our own page.
             own_origin(headers)?;

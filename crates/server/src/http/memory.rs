@@ -7,7 +7,7 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{Extension, Query, Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use postrider_memories::{AuditFilter, AuditRow, Memories};
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
@@ -358,6 +358,26 @@ pub fn mcp_service(tools: Tools) -> Mcp {
     )
 }
 
+fn is_json(headers: &HeaderMap) -> bool {
+    let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    given.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json")
+}
+
+/// Media types have no case, and a list may come in parts; the SDK knows one way to write them.
+fn in_small_letters(headers: &mut HeaderMap) {
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let accepted: Vec<String> = headers
+        .get_all(header::ACCEPT)
+        .iter()
+        .filter_map(|value| Some(value.to_str().ok()?.to_ascii_lowercase()))
+        .collect();
+    if let Ok(accepted) = HeaderValue::from_str(&accepted.join(", "))
+        && !accepted.is_empty()
+    {
+        headers.insert(header::ACCEPT, accepted);
+    }
+}
+
 /// The longest refusal of the SDK's that is passed on.
 const MOST_SAID: usize = 64 << 10;
 
@@ -393,7 +413,7 @@ pub async fn mcp(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
     let too_large = || Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE", "the body is too large");
     let bytes = axum::body::to_bytes(body, MOST_BODY).await.map_err(|_| too_large())?;
     let plain = serde_json::from_slice::<Value>(&bytes).ok().filter(|body| body.get("tool").is_some());
@@ -412,12 +432,11 @@ pub async fn mcp(
         };
         return Ok(answered.into_response());
     }
-    let content_type =
-        parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if !content_type.trim_start().to_ascii_lowercase().starts_with("application/json") {
+    if !is_json(&parts.headers) {
         let what = "send JSON, with `Content-Type: application/json`";
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "UNSUPPORTED_MEDIA_TYPE", what));
     }
+    in_small_letters(&mut parts.headers);
     if let Some(refused) = mcp_wire::refusal(&bytes) {
         // As the SDK has it: what a tool is given is no matter of HTTP.
         let of_the_tool = refused["error"]["code"] == mcp_wire::INVALID_PARAMS;

@@ -87,6 +87,16 @@ fn over_http_errors_are_json() {
         );
         assert!(answer.json()["error"]["message"].as_str().is_some_and(|said| !said.is_empty()), "{answer:?}");
     }
+    for wrong in ["application/jsonx", "application/json-rpc"] {
+        server.post("/mcp", &[("content-type", wrong), accept], "{}").refused(415, "UNSUPPORTED_MEDIA_TYPE");
+    }
+    // As anybody may write them.
+    let loud = [
+        ("content-type", "Application/JSON; charset=utf-8"),
+        ("accept", "Application/JSON"),
+        ("accept", "Text/Event-Stream"),
+    ];
+    assert_eq!(server.post("/mcp", &loud, &call(json!(2), "{}")).answered(200).json()["id"], 2);
     let fine = post(&call(json!(1), "{}")).answered(200).json();
     assert_eq!(fine["id"], 1, "{fine}");
 }
