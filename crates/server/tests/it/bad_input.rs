@@ -40,11 +40,17 @@ fn what_is_refused_is_not_repeated() {
     let json = [("content-type", "application/json")];
     let subscription =
         r#"{"url": "https://h.example/", "event_types": ["*"], "headers": "Authorization: Bearer canary"}"#;
+    // A whole header where its name belongs.
+    let whole =
+        r#"{"url": "https://h.example/", "event_types": ["*"], "headers": {"Authorization: Bearer canary": "x"}}"#;
+    let whole_of_one = r#"{"messages": [{"payload": 1, "headers": {"Authorization: Bearer canary": "x"}}]}"#;
     let long = "x".repeat(1 << 20);
     let long_name = format!(r#"{{"{long}": 1}}"#);
     let long_delay = format!(r#"{{"messages": [{{"payload": 1, "delay": "{long}"}}]}}"#);
     for (path, body) in [
         ("/v1/subscriptions", subscription),
+        ("/v1/subscriptions", whole),
+        ("/v1/outbox/log/batch", whole_of_one),
         ("/v1/subscriptions", &long_name),
         ("/v1/events", &long_name),
         ("/v1/outbox/log/batch", &long_delay),
@@ -55,6 +61,9 @@ fn what_is_refused_is_not_repeated() {
         assert!((400..500).contains(&answer.status), "{path}: {}", answer.status);
         assert!(!answer.body.contains("canary") && answer.body.len() < 10_000, "{path}: {} bytes", answer.body.len());
     }
+    // Two who say who they are: neither is believed.
+    let two = [json[0], ("authorization", "Bearer pr_a"), ("authorization", "Bearer pr_b")];
+    assert!(server.post("/v1/events", &two, "{}").answered(401).body.contains("two different Authorization"));
     home.write("lines", r#"{"payload": 1, "headers": "X-Api-Key: canary"}"#);
     for args in [
         &["enqueue", "log", "--ndjson", "lines"][..],
